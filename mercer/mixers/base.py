@@ -1,0 +1,103 @@
+"""What every mixer is: a module that maps (q, k, v, state) to (o, state)."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+Rotate = Callable[[Tensor], Tensor]
+
+
+class Mixer(nn.Module, abc.ABC):
+    """Mix values along time with the weights of a kernel regression.
+
+    Law (tested for every registered mixer): splitting the sequence changes nothing,
+    `mixer(cat(a, b)) == cat(mixer(a), mixer(b, state=state after a))`. So training is one call
+    without state, prefill is the same call with the state kept, and decoding is a call on one token.
+
+    Args:
+        num_heads: query heads H.
+        head_dim: width D of a head.
+        num_kv_heads: key and value heads; H must be a multiple. Default: H.
+        hidden_size: width E of the hidden states `x`; needed only by mixers with `needs_x`.
+        causal: whether a token sees only itself and its past.
+
+    Raises:
+        ValueError: `num_heads` is not a multiple of `num_kv_heads`, or `hidden_size` is missing where needed.
+    """
+
+    needs_x: bool = False  # whether `forward` reads the hidden states x
+    scale: float  # what the mixer multiplies q.k by; set by each mixer, D^-1/2 unless asked otherwise
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int | None = None,
+        hidden_size: int | None = None,
+        causal: bool = True,
+    ):
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, size in (("num_heads", num_heads), ("head_dim", head_dim), ("num_kv_heads", num_kv_heads)):
+            if size < 1:
+                raise ValueError(f"{name} ({size}) must be at least 1")
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads})")
+        if self.needs_x and hidden_size is None:
+            raise ValueError(f"mixer {type(self).__name__} reads the hidden states: pass hidden_size=")
+        self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
+        self.hidden_size, self.causal = hidden_size, causal
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B Hk T D"],
+        v: Float[Tensor, "B Hk T Dv"],
+        *,
+        x: Float[Tensor, "B T E"] | None = None,
+        rotate: Rotate | None = None,
+        mask: Bool[Tensor, "B S"] | None = None,
+        segments: Int[Tensor, "B S"] | None = None,
+        state: Any = None,
+    ) -> tuple[Float[Tensor, "B H T Dv"], Any]:
+        """Mix the new tokens, continuing from `state`.
+
+        Args:
+            q: queries, with positions applied.
+            k: keys, with positions applied.
+            v: values.
+            x: hidden states the projections were taken from; needed where `needs_x`.
+            rotate: applies positions to a [B, H, T, D] tensor of the new tokens, as was done to q and k.
+            mask: True = real token; over the new tokens, or over the past and the new ones.
+            segments: equal = same packed document; over the new tokens, or over the past and the new ones.
+            state: what an earlier call returned.
+
+        Returns:
+            The mixed values and the state after them.
+        """
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """Return a fresh start value, on the CPU, for every parameter and buffer this module draws itself.
+
+        A pure function of the constructor's options (seeds included): loading code calls it to fill tensors
+        that a checkpoint does not have.
+        """
+        return {}
+
+
+def map_state(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `change` to every tensor of a state; the batch is always dimension 0."""
+    if state is None:
+        return None
+    if isinstance(state, Tensor):
+        return change(state)
+    if dataclasses.is_dataclass(state) and not isinstance(state, type):
+        fields = {f.name: map_state(getattr(state, f.name), change) for f in dataclasses.fields(state)}
+        return dataclasses.replace(state, **fields)
+    return state
