@@ -1,0 +1,87 @@
+"""From a recipe to what a run works on: the tokenizer, the packed data and the model."""
+
+import dataclasses
+import functools
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mercer.data import build_tokenizer, default_cache_dir, prepare, read_documents
+from mercer.errors import unknown
+from mercer.hf import SIZES, from_scratch
+from mercer.mixers import MIXERS
+from mercer.mixers.base import Mixer
+from mercer.train.recipe import DataConfig, ModelConfig, Recipe
+
+
+def mixer_options(name: str) -> list[str]:
+    """Return the names of a mixer's own options: what its constructor takes beside the sizes every mixer has."""
+    own = set(inspect.signature(MIXERS[name].__init__).parameters)
+    return sorted(own - set(inspect.signature(Mixer.__init__).parameters) - {"options", "kwargs"})
+
+
+def resolve(recipe: Recipe) -> Recipe:
+    """Check the names a recipe uses, and fill in the size's learning rate where it gives none.
+
+    Raises:
+        ValueError: an unknown size, mixer or mixer option, or widths that do not divide.
+    """
+    model = recipe.model
+    if model.size not in SIZES:
+        raise unknown("size", model.size, SIZES)
+    if model.mixer not in MIXERS:
+        raise unknown("mixer", model.mixer, MIXERS)
+    takes = mixer_options(model.mixer)
+    for option in model.mixer_options:
+        if option not in takes:
+            raise ValueError(f"unknown option {option!r} for mixer {model.mixer!r}; it takes {', '.join(takes)}")
+    size = model_size(model)
+    if size.hidden_size % size.num_heads:
+        raise ValueError(f"hidden_size ({size.hidden_size}) must be a multiple of num_heads ({size.num_heads})")
+    if recipe.optim.lr is None:
+        return dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, lr=size.learning_rate))
+    return recipe
+
+
+def model_size(model: ModelConfig) -> Any:
+    """Return the table's size with the recipe's own widths in it."""
+    return dataclasses.replace(SIZES[model.size], **model.widths())
+
+
+@functools.lru_cache(maxsize=2)
+def load_data(config: DataConfig, seed: int, cache_dir: Path | None) -> tuple[Any, Any]:
+    """Return the tokenizer and the packed data; the runs of one process share them.
+
+    Raises:
+        FileNotFoundError: the source does not exist.
+        DataError: it is empty, binary or shorter than a window.
+    """
+    cache_dir = cache_dir or default_cache_dir()
+    tokenizer = build_tokenizer(config.tokenizer, read_documents(config.source), cache_dir)
+    data = prepare(
+        config.source,
+        tokenizer,
+        length=config.length,
+        validation_fraction=config.validation_fraction,
+        seed=seed,
+        cache_dir=cache_dir,
+    )
+    return tokenizer, data
+
+
+def build_model(recipe: Recipe, tokenizer: Any, device: torch.device) -> Any:
+    """Build the model a recipe describes, from its seed, on the device."""
+    model = from_scratch(
+        model_size(recipe.model) if recipe.model.widths() else recipe.model.size,
+        recipe.model.mixer,
+        vocab_size=len(tokenizer),
+        max_length=recipe.data.length,
+        seed=recipe.seed,
+        mixer_options=dict(recipe.model.mixer_options),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return model.to(device)
