@@ -1,0 +1,35 @@
+"""Every line that knows transformers: mixers inside its models, their caches, classes, sizes and files.
+
+Importing this package does not import transformers; using any of its names does.
+"""
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "attach": "attach",
+    "detach": "attach",
+    "Summary": "layers",
+    "MercerModel": "classes",
+    "generated": "classes",
+    "MixerCacheLayer": "cache",
+    "cache_argument": "cache",
+    "new_cache": "cache",
+    "load": "loading",
+    "SIZES": "scratch",
+    "Size": "scratch",
+    "from_scratch": "scratch",
+    "register_with_transformers": "registration",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value  # a submodule of the same name would otherwise shadow it (attach.py)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

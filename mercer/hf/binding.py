@@ -1,0 +1,135 @@
+"""Bring a mixer what transformers' attention function is not given: hidden states, rotation, and its state.
+
+A forward pre-hook of the attention module collects them; the attention function takes them; the forward hook clears
+what is left, after an error too. Nothing of a call outlives it, so hidden states are not kept alive and no reference
+runs in a circle. Hooks also run when gradient checkpointing computes a layer again.
+"""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from mercer.hf.cache import MixerCacheLayer, mixer_layer
+from mercer.hf.rotary import rotation
+from mercer.mixers.base import Rotate
+
+
+@dataclasses.dataclass
+class Call:
+    """What one forward call brings to the mixer."""
+
+    x: Tensor | None = None
+    rotate: Rotate | None = None
+    layer: MixerCacheLayer | None = None
+
+
+@dataclasses.dataclass
+class Attachment:
+    """What an attention module that carries a mixer remembers; lies on the module as `mercer_attachment`."""
+
+    cache_index: int | None
+    follows_scaling: bool  # whether the mixer's factor on q.k is the model's own
+    drop_softcap: bool
+    is_softmax: bool
+    handles: list[RemovableHandle]
+    call: Call | None = None
+
+
+@functools.lru_cache(maxsize=256)
+def _argument_names(forward: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]  # without self
+
+
+def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward call by name."""
+    return {**dict(zip(_argument_names(type(module).forward), args, strict=False)), **kwargs}
+
+
+def _bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    attachment: Attachment = module.mercer_attachment
+    given = arguments(module, args, kwargs)
+    cache = next(
+        (given[name] for name in ("cache", "past_key_values", "layer_past") if given.get(name) is not None), None
+    )
+    cache = getattr(cache, "self_attention_cache", cache)
+    layer = None
+    if cache is not None and attachment.cache_index is not None and module.mixer.causal:
+        layer = mixer_layer(cache, attachment.cache_index)
+    rotate = rotation(module, given.get("position_embeddings"))
+    attachment.call = Call(x=given.get("hidden_states"), rotate=rotate, layer=layer)
+
+
+def _release(module: Any, args: tuple[Any, ...], output: Any) -> None:
+    call, module.mercer_attachment.call = module.mercer_attachment.call, None
+    if call is not None and output is not None:  # output is None after an error, which then speaks for itself
+        raise RuntimeError(
+            f"{type(module).__name__} did not use its mixer: its forward bypassed transformers' AttentionInterface; "
+            "detach the model and convert other layers"
+        )
+
+
+def bind_calls(module: nn.Module) -> list[RemovableHandle]:
+    """Let every call of an attention module with a mixer be collected and cleared; returns the hooks' handles."""
+    return [
+        module.register_forward_pre_hook(_bind, with_kwargs=True),
+        module.register_forward_hook(_release, always_call=True),
+    ]
+
+
+def take_call(module: nn.Module) -> Call:
+    """Return what the pre-hook collected and forget it."""
+    attachment: Any = module.mercer_attachment
+    call, attachment.call = attachment.call, None
+    return Call() if call is None else call
+
+
+def _settle(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    given, changes = arguments(module, args, kwargs), {}
+    if isinstance(given.get("logits_to_keep"), int):
+        changes["logits_to_keep"] = None  # read by the bodies of models that would drop queries half-way (Gemma 4)
+    if _is_packed_and_cached(given):
+        if given.get("use_cache"):
+            raise ValueError(
+                "position_ids restart inside a row (packed documents), but use_cache=True: a cache would join the "
+                "documents; pass use_cache=False, or one document a row with an attention_mask"
+            )
+        changes["use_cache"] = False
+    return ((), {**given, **changes}) if changes else None
+
+
+def _is_packed_and_cached(given: dict[str, Any]) -> bool:
+    positions = given.get("position_ids")
+    if positions is None or positions.dim() != 2 or given.get("use_cache") is False:
+        return False
+    if any(given.get(name) is not None for name in ("attention_mask", "cache", "past_key_values")):
+        return False
+    return bool((positions.diff(dim=-1) != 1).any())
+
+
+def guard(model: nn.Module, head: nn.Module | None) -> list[RemovableHandle]:
+    """Keep the bodies of a model from two shortcuts that mixers would pay for.
+
+    A cache for packed rows lets the documents of a row read each other; dropping queries before the last layers keeps
+    the mixers there from seeing the past.
+
+    Args:
+        model: the whole model.
+        head: the outermost module where it is not a body itself; its own `logits_to_keep` is harmless.
+
+    Returns:
+        The hooks' handles.
+    """
+    handles = []
+    for body in model.modules():
+        if isinstance(body, PreTrainedModel) and body is not head:
+            names = set(_argument_names(type(body).forward))
+            if "logits_to_keep" in names or {"position_ids", "use_cache"} <= names:
+                handles.append(body.register_forward_pre_hook(_settle, with_kwargs=True))
+    return handles
