@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 Sum = Callable[[Tensor], None]  # adds a tensor over all processes, in place
 
 
+@runtime_checkable
 class Tokens(Protocol):
     """What a batch must have; `mercer.data.Batch` has it."""
 

@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -44,26 +44,19 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def share(self, batch: Any) -> Any:
-        """Return this process's rows of a batch: every `size`-th one, from the `rank`-th on."""
-        fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        rows = {name: t[self.rank :: self.size] for name, t in fields.items() if isinstance(t, Tensor)}
-        return dataclasses.replace(batch, **rows)
 
-    def deal(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Deal whole batches out, one a process in turn; all get equally many, the last ones without labels.
+def check(world: World, *, batch_size: int, shard: bool) -> None:
+    """Make sure that a run fits its world.
 
-        A sharded model gathers its weights in every forward, so no process may call it more often than another.
-        """
-        round_: list[Any] = []
-        for batch in batches:
-            round_.append(batch)
-            if len(round_) == self.size:
-                yield round_[self.rank]
-                round_ = []
-        if round_:
-            blank = dataclasses.replace(round_[0], labels=torch.full_like(round_[0].labels, -100), num_bytes=0)
-            yield round_[self.rank] if self.rank < len(round_) else blank
+    Raises:
+        ValueError: `shard` is asked for outside of torchrun, or a batch cannot be dealt out evenly.
+    """
+    if shard and not dist.is_initialized():
+        raise ValueError("train.shard (True) needs torchrun: torchrun --nproc-per-node N -m mercer.cli train ...")
+    if batch_size % world.size:
+        raise ValueError(
+            f"train.batch_size ({batch_size}) must be a multiple of the number of processes ({world.size})"
+        )
 
 
 @contextlib.contextmanager
@@ -77,10 +70,8 @@ def join() -> Iterator[World]:
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
-    try:
-        yield World(dist.get_rank(), dist.get_world_size(), device)
-    finally:
-        dist.destroy_process_group()
+    yield World(dist.get_rank(), dist.get_world_size(), device)
+    dist.destroy_process_group()  # not after an error: it would wait for peers that wait for us; torchrun ends them
 
 
 def distribute(model: nn.Module, world: World, *, shard: bool) -> nn.Module:
@@ -88,19 +79,13 @@ def distribute(model: nn.Module, world: World, *, shard: bool) -> nn.Module:
 
     Layers, never a mixer alone: FSDP gathers weights when `forward` of a wrapped module is called, and mixers are
     called in other ways as well.
-
-    Raises:
-        ValueError: `shard` is asked for outside of torchrun.
     """
     if shard:
-        if not dist.is_initialized():
-            raise ValueError(
-                "train.shard (True) needs several processes: torchrun --nproc-per-node N -m mercer.cli ..."
-            )
         names = set(getattr(model, "_no_split_modules", None) or [])
         for module in [module for module in model.modules() if type(module).__name__ in names]:
             fully_shard(module)
-        return fully_shard(model)
+        fully_shard(model)  # changes the model in place
+        return model
     if world.size == 1:
         return model
     return DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=_has_idle_parameters(model))
@@ -120,7 +105,7 @@ def gradients_shared(model: nn.Module, last: bool) -> Iterator[None]:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor that may be sharded as an ordinary one; every process must ask."""
-    return tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _has_idle_parameters(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mercer.train import checkpoint, config
+from mercer.train import checkpoint, config, record
 from mercer.train.recipe import Recipe
 
 # What may change between the parts of one run without making it another run.
@@ -44,23 +44,34 @@ class RunFolder:
     def results(self) -> Path:
         return self.path / "results.json"
 
-    def open(self, recipe: Recipe, *, resume: bool, overwrite: bool = False) -> None:
-        """Make the folder ready for a run.
+    def check(self, recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
+        """Make sure that a run may be written here; nothing is changed yet.
 
         Raises:
             FileExistsError: another run lies there and neither `resume` nor `overwrite` is given.
             ValueError: it is to be resumed with another recipe than it was started with.
         """
+        if self.config.exists():
+            if not (resume or overwrite):
+                raise FileExistsError(f"{self.path} holds a run already; add --resume, --overwrite or another --out")
+            if not overwrite:
+                self._same(recipe)
+        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise FileExistsError(f"{self.path} holds something that is no run; give another --out")
+
+    def open(self, recipe: Recipe, *, overwrite: bool) -> None:
+        """Make the folder ready for a run that has been checked."""
         if overwrite and self.config.exists():  # only ever delete what is a run
             shutil.rmtree(self.path)
-        if self.config.exists():
-            if not resume:
-                raise FileExistsError(f"{self.path} holds a run already; add --resume, --overwrite or another --out")
-            self._same(recipe)
-        elif self.path.is_dir() and any(self.path.iterdir()):
-            raise FileExistsError(f"{self.path} is not empty and holds no run; give another --out")
         self.path.mkdir(parents=True, exist_ok=True)
         checkpoint.replace_text(self.config, config.write_yaml(recipe))
+
+    def finished(self) -> record.Run | None:
+        """Return the record of a run that is done."""
+        if not self.results.exists():
+            return None
+        run = record.Run.from_json(self.results.read_text(encoding="utf-8"), str(self.results))
+        return run if run.status == "done" else None
 
     def _same(self, recipe: Recipe) -> None:
         before = dict(_leaves(config.to_dict(config.from_dict(config.read_yaml(self.config)))))

@@ -14,10 +14,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from mercer.data import Batch, PackedSplit
 from mercer.evaluate.perplexity import Evaluation, evaluate, forward, token_losses
 from mercer.train import checkpoint, record, results, setup, state
 from mercer.train.checkpoint import Position
-from mercer.train.distribution import World, distribute, gradients_shared, join, whole
+from mercer.train.distribution import World, check, distribute, gradients_shared, join, whole
 from mercer.train.folder import RunFolder
 from mercer.train.interrupt import Interruption
 from mercer.train.optimiser import build_optimiser, learning_rate
@@ -40,7 +41,8 @@ def train(
     Args:
         recipe: everything that decides the numbers.
         out: the run's folder.
-        resume: go on from the newest complete checkpoint in it; the losses are those of a run without a break.
+        resume: go on from the newest complete checkpoint in it; the losses are those of a run without a break. A
+            finished run is returned as it is.
         overwrite: delete a run that lies there.
         cache_dir: where the tokenizer and the packed data are kept between runs.
         console: where progress is shown; the terminal by default.
@@ -60,11 +62,14 @@ def train(
     recipe = setup.resolve(recipe)
     console = console or Console(stderr=True)
     with join() as world, Interruption() as interruption:
+        check(world, batch_size=recipe.train.batch_size, shard=recipe.train.shard)
         folder = RunFolder(out)
         if world.is_main:
-            folder.open(recipe, resume=resume, overwrite=overwrite)
-        world.wait()
-        session = Session(recipe, folder, world, console, cache_dir)
+            folder.check(recipe, resume=resume, overwrite=overwrite)
+        world.wait()  # none may begin to write before the check
+        if resume and (finished := folder.finished()):
+            return finished
+        session = Session(recipe, folder, world, console, cache_dir, overwrite=overwrite)
         stop = should_stop or (lambda _: False)
         return session.run(lambda step: interruption.requested or stop(step))
 
@@ -72,16 +77,24 @@ def train(
 class Session:
     """One run in progress: model, optimiser, data and the position in all of them."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, world: World, console: Console, cache_dir: Path | None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        world: World,
+        console: Console,
+        cache_dir: Path | None,
+        *,
+        overwrite: bool,
+    ):
         self.recipe, self.folder, self.world, self.console = recipe, folder, world, console
-        if recipe.train.batch_size % world.size:
-            raise ValueError(
-                f"train.batch_size ({recipe.train.batch_size}) must be a multiple of the processes ({world.size})"
-            )
-        if world.is_main:  # the others find the work done
+        if world.is_main:  # the others find the tokens ready
             setup.load_data(recipe.data, recipe.seed, cache_dir)
         world.wait()
         self.tokenizer, self.data = setup.load_data(recipe.data, recipe.seed, cache_dir)
+        if world.is_main:  # only now: a text that cannot be used leaves no folder behind
+            folder.open(recipe, overwrite=overwrite)
+        world.wait()
         torch.manual_seed(recipe.seed)
         record.reset_peak_memory(world.device.type)
         self.model = setup.build_model(recipe, self.tokenizer, world.device).train()
@@ -92,21 +105,24 @@ class Session:
         self.created = datetime.now(UTC).isoformat(timespec="seconds")
         self._restore()
         if world.is_main:
+            if self.data.note:
+                self._tell(self.data.note)
             environment = record.environment(world.device.type) | {"created": self.created}
             checkpoint.replace_text(folder.environment, json.dumps(environment, indent=1))
 
     def _restore(self) -> None:
         path, passed_over = checkpoint.newest(self.folder.checkpoints)
         for line in passed_over if self.world.is_main else []:
-            self.console.print(
-                f"{line.partition('; ')[0]}; going on from an older one", highlight=False, soft_wrap=True
-            )
+            self._tell(f"{line.partition('; ')[0]}; going on from an older one")
         if path is not None:
             sharded = self.recipe.train.shard
             self.position = state.load_run(path, self.model, self.optimiser, self.world, sharded=sharded)
         if self.world.is_main:
             self.folder.rewind_metrics(self.position.step)
         self.world.wait()
+
+    def _tell(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def run(self, should_stop: Callable[[int], bool]) -> record.Run:
         """Take the remaining steps, then evaluate and write the results."""
@@ -125,8 +141,7 @@ class Session:
                     if self.world.any(should_stop(self.position.step)) and self.position.step < train.steps:
                         self._save()
                         return self._finish("interrupted", None)
-                    if train.checkpoint_every and self.position.step % train.checkpoint_every == 0:
-                        self._save()
+                    self._save_if_due()
         except FloatingPointError:
             self._finish("failed", None)
             raise
@@ -169,14 +184,16 @@ class Session:
         """Add up the gradient of the mean loss over all tokens of a step, batches and processes; return that mean."""
         train = self.recipe.train
         first = self.position.batches
-        batches = [self.data.train.batch(first + i, train.batch_size) for i in range(train.accumulate)]
-        predicted = sum(int((batch.labels[:, 1:] != -100).sum()) for batch in batches)
+        share = {"rank": self.world.rank, "world_size": self.world.size}
+        batches = [self.data.train.batch(first + i, train.batch_size, **share) for i in range(train.accumulate)]
+        predicted = torch.tensor(float(sum((batch.labels[:, 1:] != -100).sum() for batch in batches)))
+        self.world.sum(predicted)
         total = torch.zeros((), dtype=torch.float64)
-        for number, batch in enumerate(map(self.world.share, batches), start=1):
+        for number, batch in enumerate(batches, start=1):
             with gradients_shared(self.wrapped, last=number == len(batches)):
                 with self._autocast():
                     logits = forward(self.wrapped, batch)
-                loss = token_losses(logits, batch.labels.to(logits.device)).sum() / predicted
+                loss = token_losses(logits, batch.labels.to(logits.device)).sum() / predicted.item()
                 (loss * self.world.size).backward()  # DDP and FSDP average over processes; this is a sum
             total += loss.detach().cpu()
         self.world.sum(total)
@@ -187,9 +204,14 @@ class Session:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=bf16)
 
     def _evaluate(self, windows: int | None) -> Evaluation:
-        batches = spaced(self.data.validation, self.recipe.train.batch_size, windows)
+        batches = spaced(self.data.validation, self.recipe.train.batch_size, windows, self.world)
         with self._autocast():
-            return evaluate(self.wrapped, self.world.deal(batches), reduce=self.world.sum)
+            return evaluate(self.wrapped, batches, reduce=self.world.sum)
+
+    def _save_if_due(self) -> None:
+        step, train = self.position.step, self.recipe.train
+        if train.checkpoint_every and (step % train.checkpoint_every == 0 or step == train.steps):
+            self._save()
 
     def _save(self) -> None:
         train = self.recipe.train
@@ -226,16 +248,23 @@ class Session:
             rows=self.folder.rows() if self.world.is_main else [],
         )
         if status == "done":
-            results.save_model(self.folder.model, self.model, self.tokenizer, run, self.world)
+            try:
+                results.save_model(self.folder.model, self.model, self.tokenizer, run, self.world)
+            except OSError as error:
+                raise OSError(
+                    f"cannot save the model in {self.folder.model}: {error.strerror or error}; {self._last()}; "
+                    "make room and go on with --resume"
+                ) from error
         if self.world.is_main:
             checkpoint.replace_text(self.folder.results, run.to_json())
         self.world.wait()
         return run
 
 
-def spaced(split: Any, batch_size: int, windows: int | None) -> Iterator[Any]:
+def spaced(split: PackedSplit, batch_size: int, windows: int | None, world: World | None = None) -> Iterator[Batch]:
     """Return about `windows` windows of a split in batches, evenly spaced and always the same; all of them for None."""
     total = math.ceil(split.num_windows / batch_size)
     wanted = total if windows is None else min(total, math.ceil(windows / batch_size))
     chosen = {i * total // wanted for i in range(wanted)}
-    return (batch for i, batch in enumerate(split.sequential(batch_size)) if i in chosen)
+    share = {} if world is None else {"rank": world.rank, "world_size": world.size}
+    return (batch for i, batch in enumerate(split.sequential(batch_size, **share)) if i in chosen)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from mercer.data import build_tokenizer, default_cache_dir, prepare, read_documents
+from mercer.data import build_tokenizer, prepare, read_documents
+from mercer.data.stream import default_cache_dir
 from mercer.errors import unknown
 from mercer.hf import SIZES, from_scratch
 from mercer.mixers import MIXERS
@@ -18,8 +19,9 @@ from mercer.train.recipe import DataConfig, ModelConfig, Recipe
 
 def mixer_options(name: str) -> list[str]:
     """Return the names of a mixer's own options: what its constructor takes beside the sizes every mixer has."""
-    own = set(inspect.signature(MIXERS[name].__init__).parameters)
-    return sorted(own - set(inspect.signature(Mixer.__init__).parameters) - {"options", "kwargs"})
+    own = inspect.signature(MIXERS[name].__init__).parameters.values()
+    named = {parameter.name for parameter in own if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
+    return sorted(named - set(inspect.signature(Mixer.__init__).parameters))
 
 
 def resolve(recipe: Recipe) -> Recipe:
@@ -39,7 +41,10 @@ def resolve(recipe: Recipe) -> Recipe:
             raise ValueError(f"unknown option {option!r} for mixer {model.mixer!r}; it takes {', '.join(takes)}")
     size = model_size(model)
     if size.hidden_size % size.num_heads:
-        raise ValueError(f"hidden_size ({size.hidden_size}) must be a multiple of num_heads ({size.num_heads})")
+        raise ValueError(
+            f"hidden_size ({size.hidden_size}) must be a multiple of num_heads ({size.num_heads}); "
+            "change --model.hidden-size or --model.num-heads"
+        )
     if recipe.optim.lr is None:
         return dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, lr=size.learning_rate))
     return recipe
@@ -71,10 +76,20 @@ def load_data(config: DataConfig, seed: int, cache_dir: Path | None) -> tuple[An
     return tokenizer, data
 
 
+def _size_name(model: ModelConfig) -> str:
+    """Return the name of a size; where a recipe overrides widths, put a row with them into the table."""
+    widths = model.widths()
+    if not widths:
+        return model.size
+    name = ", ".join([model.size, *(f"{key} {width}" for key, width in widths.items())])
+    SIZES.setdefault(name, model_size(model))
+    return name
+
+
 def build_model(recipe: Recipe, tokenizer: Any, device: torch.device) -> Any:
     """Build the model a recipe describes, from its seed, on the device."""
     model = from_scratch(
-        model_size(recipe.model) if recipe.model.widths() else recipe.model.size,
+        _size_name(recipe.model),
         recipe.model.mixer,
         vocab_size=len(tokenizer),
         max_length=recipe.data.length,
@@ -85,3 +100,24 @@ def build_model(recipe: Recipe, tokenizer: Any, device: torch.device) -> Any:
         eos_token_id=tokenizer.eos_token_id,
     )
     return model.to(device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """As much of a tokenizer as a model's shape depends on."""
+
+    size: int
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def vocabulary(config: DataConfig) -> Any:
+    """Return the vocabulary of a tokenizer without reading the text a BPE would be trained on."""
+    kind, _, size = config.tokenizer.partition(":")
+    if kind == "bpe" and size.isdecimal():
+        return Vocabulary(int(size))
+    return build_tokenizer(config.tokenizer, [], None)

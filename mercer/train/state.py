@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.optim import Optimizer
 
 from mercer.errors import CheckpointError
@@ -50,7 +50,7 @@ def save_run(
         return
     shards = checkpoints / f".shards-{position.step}"
     writer = HuggingFaceStorageWriter(str(shards), save_distributed=True)
-    dcp.save(dict(_sharded(parts)), storage_writer=writer)
+    state_dict_saver.save(dict(_sharded(parts)), storage_writer=writer)
 
     def adopt(aside: Path) -> None:
         for path in shards.iterdir():
@@ -101,7 +101,7 @@ def _load_sharded(path: Path, model: nn.Module, optimiser: Optimizer) -> None:
             optimiser.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **zeros}
     room = _sharded({"model": model_tensors(model), "optimiser": optimiser_tensors(model, optimiser)})
     room = {name: tensor.detach() for name, tensor in room.items()}
-    dcp.load(room, storage_reader=HuggingFaceStorageReader(str(path)))
+    state_dict_loader.load(room, storage_reader=HuggingFaceStorageReader(str(path)))
 
 
 @torch.no_grad()

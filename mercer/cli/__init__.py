@@ -1,0 +1,86 @@
+"""The command line: `mercer list | train | compare | generate | eval | bench | report`.
+
+Nothing here imports torch before a command needs it: `mercer --help` answers at once. What a user wrote wrongly ends in
+one line and exit code 2, what went wrong in the world in one line and exit code 1; MERCER_DEBUG=1 shows the traceback.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, Parameter
+
+from mercer import __version__
+from mercer.cli.models import evaluate_model, generate
+from mercer.cli.tables import list_names, report
+from mercer.cli.training import compare, train
+from mercer.errors import NumericalWarning
+
+app = App(
+    name="mercer",
+    version=__version__,
+    help_format="markdown",
+    suppress_keyboard_interrupt=False,
+    default_parameter=Parameter(negative=()),
+    help="""Language models whose attention is a kernel regression: train them, compare them, use them.
+
+Start here:
+
+* `mercer list` shows what there is: recipes, corpora, mixers, sizes.
+* `mercer train tiny --data.source my_text.txt --model.mixer cubit` trains on a text of yours.
+* `mercer compare demo --mixers softmax,deltaformer,cubit --seeds 3` trains all three, prints a table, writes a report.
+* `mercer generate runs/tiny-cubit-s0 --prompt "Once"` continues a text.
+""",
+)
+_SETTINGS = "RECIPE [--KEY VALUE ...] [OPTIONS]"
+app.command(list_names, name="list")
+app.command(train, usage=f"mercer train {_SETTINGS}")
+app.command(compare, usage=f"mercer compare {_SETTINGS}")
+app.command(generate)
+app.command(evaluate_model, name="eval")
+app.command(report)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    _quieten()
+    try:
+        with warnings.catch_warnings():
+            _filter_warnings()
+            words = sys.argv[1:] if arguments is None else list(arguments)
+            code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
+        return code if isinstance(code, int) else 0
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except (CycloptsError, ValueError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
+        return _say(error, 2)
+    except (RuntimeError, ArithmeticError, OSError, ImportError, MemoryError) as error:
+        return _say(error, 1)
+
+
+def _say(error: BaseException | str, code: int) -> int:
+    if os.environ.get("MERCER_DEBUG") == "1" and isinstance(error, BaseException):
+        raise error
+    if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        text = " ".join(line.strip() for line in lines) if isinstance(error, CycloptsError) else lines[0]
+        print(f"error: {text}", file=sys.stderr)
+    return code
+
+
+def _quieten() -> None:
+    """Keep libraries from talking: our own messages are the ones that matter."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _filter_warnings() -> None:
+    """Show our own warnings, one line each, and nobody else's."""
+    if os.environ.get("MERCER_DEBUG") == "1":
+        return
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("default", module=r"mercer(\.|$)")
+    warnings.filterwarnings("default", category=NumericalWarning)
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"

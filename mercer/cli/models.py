@@ -1,0 +1,190 @@
+"""`mercer generate` and `mercer eval`."""
+
+from pathlib import Path
+from typing import Any
+
+from mercer.errors import CheckpointError
+
+
+def generate(
+    folder: Path,
+    /,
+    *,
+    prompt: str = "",
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    seed: int = 0,
+    threads: int | None = None,
+) -> int:
+    """Continue a text, written as it comes: `mercer generate runs/demo-cubit-s0 --prompt "def "`.
+
+    **Examples**
+
+    ```
+    mercer generate runs/tiny-cubit-s0 --prompt "Once upon" --max-new-tokens 100
+    mercer generate runs/tiny-cubit-s0 --prompt "Once upon" --temperature 0
+    ```
+
+    Args:
+        folder: a run's folder, or any folder with a model and its tokenizer.
+        prompt: the text to continue.
+        max_new_tokens: where to stop, if the model does not stop before.
+        temperature: below 1 the likely gets likelier; 0 always takes the likeliest token.
+        seed: of the draws; the same seed gives the same text.
+        threads: CPU threads to compute with.
+    """
+    if temperature < 0 or max_new_tokens < 1:
+        raise ValueError(
+            f"temperature ({temperature}) must not be negative, max_new_tokens ({max_new_tokens}) must be at least 1"
+        )
+    path = model_folder(folder)
+    import torch
+    from transformers import TextStreamer
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    tokenizer, model = load_tokenizer(path), load_model(path)
+    ids = tokenizer(prompt).input_ids
+    bos = tokenizer.bos_token_id
+    if bos is not None and ids[:1] != [bos]:  # every document of the training began with it
+        ids = [bos, *ids]
+    if not ids:
+        raise ValueError("the prompt is empty and the tokenizer has no begin token; give --prompt TEXT")
+    torch.manual_seed(seed)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+    inputs = torch.tensor([ids], device=model.device)
+    model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=max_new_tokens,
+        streamer=streamer,
+        pad_token_id=tokenizer.pad_token_id,
+        **sampling,
+    )
+    return 0
+
+
+def evaluate_model(
+    folder: Path,
+    /,
+    *,
+    source: str | None = None,
+    length: int | None = None,
+    windows: int | None = None,
+    batch_size: int = 16,
+    threads: int | None = None,
+    json: bool = False,
+) -> int:
+    """Measure a model: loss, bits per byte, perplexity, and the loss by position: `mercer eval runs/demo-cubit-s0`.
+
+    **Examples**
+
+    ```
+    mercer eval runs/tiny-cubit-s0
+    mercer eval runs/tiny-cubit-s0 --source other_text.txt --length 1024
+    mercer eval my_model_folder --source python-docs --json
+    ```
+
+    Args:
+        folder: a run's folder, or any folder with a model and its tokenizer.
+        source: a corpus, a path or hf:NAME, whose validation documents are read; the run's own by default.
+        length: tokens in a window; the run's own by default, else 512.
+        windows: how many windows, evenly spaced; all by default.
+        batch_size: windows at a time.
+        threads: CPU threads to compute with.
+        json: print one JSON object instead of a table.
+    """
+    path = model_folder(folder)
+    data, seed = _data_config(folder, path, source, length)
+    import torch
+
+    from mercer.evaluate import evaluate
+    from mercer.train import setup
+    from mercer.train.loop import spaced
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    model = load_model(path)
+    _, packed = setup.load_data(data, seed, None)
+    found = evaluate(model, spaced(packed.validation, batch_size, windows))
+    _print_evaluation(found, as_json=json)
+    return 0
+
+
+def model_folder(folder: Path) -> Path:
+    """Return where the model lies: the folder itself, or `model/` in the folder of a run.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or no model in it.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"folder {folder} does not exist; give a run's folder or one with a model")
+    for path in (folder / "model", folder):
+        if (path / "config.json").is_file():
+            return path
+    if (folder / "config.yaml").is_file():
+        raise FileNotFoundError(f"{folder} holds an unfinished run without a model; finish it with --resume")
+    raise FileNotFoundError(f"folder {folder} holds no model: no config.json, and no model/config.json")
+
+
+def load_model(path: Path) -> Any:
+    """Load a model, saying in one line what is damaged where it is.
+
+    Raises:
+        CheckpointError: its files are damaged.
+    """
+    from safetensors import SafetensorError
+
+    import mercer
+
+    try:
+        return mercer.load(path).eval()
+    except SafetensorError as error:
+        raise CheckpointError(f"the model in {path} is damaged ({error}); copy it again or train again") from error
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Load the tokenizer beside a model."""
+    from mercer.data import build_tokenizer
+
+    return build_tokenizer(str(path), [], None)
+
+
+def _data_config(folder: Path, path: Path, source: str | None, length: int | None) -> tuple[Any, int]:
+    import dataclasses
+
+    from mercer.train import config
+    from mercer.train.recipe import DataConfig
+
+    tokenizer = str(path)
+    if (folder / "config.yaml").is_file():
+        recipe = config.from_dict(config.read_yaml(folder / "config.yaml"))
+        data = dataclasses.replace(recipe.data, tokenizer=tokenizer)
+        seed = recipe.seed
+    elif source is None:
+        raise ValueError(f"{folder} is not a run, so it names no text; give --source")
+    else:
+        data, seed = DataConfig(tokenizer=tokenizer, length=512), 0
+    changes: dict[str, Any] = {} if source is None else {"source": source}
+    return dataclasses.replace(data, **changes | ({} if length is None else {"length": length})), seed
+
+
+def _print_evaluation(found: Any, *, as_json: bool) -> None:
+    import dataclasses
+    import json
+
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    print(
+        f"loss {found.loss:.4f} nats/token  bits/byte {found.bits_per_byte:.4f}  perplexity {found.perplexity:.2f}  "
+        f"accuracy {found.accuracy:.1%}  ({found.num_tokens:,} tokens, {found.num_bytes:,} bytes)"
+    )
+    table = Table("position", "loss", "tokens", title="loss by position in the document")
+    for start, end, loss, tokens in found.loss_by_position:
+        table.add_row(f"{start} to {end - 1}", f"{loss:.4f}", f"{tokens:,}")
+    Console().print(table)
