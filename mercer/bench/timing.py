@@ -1,0 +1,87 @@
+"""Time a call beside a reference, so that what slows the machine down slows both."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_SHORTEST_SECONDS = 0.02  # a shorter call is repeated until it takes this long: the clock and the caches settle
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians over the repeats; `ratio` is the median of the ratios of neighbours, low and high their extremes."""
+
+    seconds: float
+    reference_seconds: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Work with a single thread, and give the threads back afterwards, whatever happens."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def call_seconds(call: Callable[[], Any], device: str = "cpu", count: int = 1) -> float:
+    """Return the seconds of one of `count` calls: processor time on a CPU, time between events on CUDA.
+
+    Processor time leaves out what other processes take. It adds up all threads, so measure under `one_thread`.
+    """
+    if torch.device(device).type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1000 / count
+    begin = time.process_time()
+    for _ in range(count):
+        call()
+    return (time.process_time() - begin) / count
+
+
+def time_pair(
+    call: Callable[[], Any], reference: Callable[[], Any], *, repeats: int = 5, device: str = "cpu"
+) -> Timing:
+    """Time two calls in turn (reference, call, reference, call, ...) after one warm-up of each.
+
+    Args:
+        call: what is measured.
+        reference: what it is measured against.
+        repeats: turns; the medians are reported.
+        device: "cpu" or "cuda", where the calls work.
+
+    Returns:
+        The medians, and the ratio call / reference.
+
+    Raises:
+        ValueError: `repeats` is below 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats ({repeats}) must be at least 1")
+    counts = []
+    for warm in (reference, call):
+        first = call_seconds(warm, device)
+        counts.append(1 if first >= _SHORTEST_SECONDS else max(1, round(_SHORTEST_SECONDS / max(first, 1e-6))))
+    theirs, ours = [], []
+    for _ in range(repeats):
+        theirs.append(call_seconds(reference, device, counts[0]))
+        ours.append(call_seconds(call, device, counts[1]))
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    return Timing(
+        statistics.median(ours), statistics.median(theirs), statistics.median(ratios), min(ratios), max(ratios)
+    )

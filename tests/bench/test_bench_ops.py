@@ -1,0 +1,125 @@
+"""The benchmark of operators: what it measures, refuses, prints and writes."""
+
+import io
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+from mercer.bench import BENCHES, PHASES, Measurement, OpsBench, Shape, bench_ops, crossover, format_bench, run_ops
+from mercer.bench.ops import backward_call, decode_call
+from mercer.mixers import MIXERS
+
+SMALL = {"heads": 2, "head_dim": 8, "repeats": 1}
+
+
+@pytest.mark.parametrize("name", sorted(BENCHES))
+def test_every_operator_gives_values_and_gradients_of_all_its_inputs(name):
+    shape = Shape(2, 2, 40, 8, torch.float32, "cpu")
+    inputs = BENCHES[name].make(shape)
+    assert BENCHES[name].call(**inputs).shape == (2, 2, 40, 8)
+    gradients = backward_call(BENCHES[name].call, inputs)()
+    assert len(gradients) == sum(tensor.requires_grad for tensor in inputs.values())
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_cubit_is_the_papers_operator():
+    inputs = BENCHES["cubit"].make(Shape(1, 2, 20, 8, torch.float64, "cpu"))
+    q, k, v, r, s = (inputs[name] for name in "qkvrs")
+    kernel = (r @ F.normalize(r, dim=-1).mT).masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -torch.inf)
+    u = torch.linalg.solve(kernel.softmax(-1) + 1e-10 * torch.eye(20, dtype=torch.float64), s * v)
+    o = F.scaled_dot_product_attention(q, k, u, is_causal=True)
+    assert torch.allclose(BENCHES["cubit"].call(**inputs), o, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mixer", sorted({operator.mixer for operator in BENCHES.values() if operator.mixer}))
+def test_decoding_goes_on_from_the_context(mixer):
+    assert mixer in MIXERS
+    call = decode_call(mixer, Shape(1, 2, 24, 8, torch.float32, "cpu"))
+    assert call().shape == (1, 2, 1, 8)
+    assert torch.equal(call(), call())
+
+
+def test_sdpa_against_itself():
+    torch.set_num_threads(2)
+    record = bench_ops(["softmax", "kernel_solve"], [256, 128, 256], heads=4, head_dim=32, repeats=5)
+    assert torch.get_num_threads() == 2
+    assert [(line.operator, line.phase, line.length) for line in record.measurements] == [
+        (name, phase, length)
+        for length in (128, 256)
+        for phase in PHASES
+        for name in ("softmax", "kernel_solve")
+        if (name, phase) != ("kernel_solve", "decode")
+    ]
+    for line in record.select("forward+backward")["softmax"]:
+        assert line.ratio == pytest.approx(1, abs=0.5)
+        assert line.peak_bytes == pytest.approx(line.reference_peak_bytes, rel=0.02)
+        # output and three gradients of the size of q, and little else
+        assert line.reference_peak_bytes == pytest.approx(4 * 4 * 32 * 4 * line.length, rel=0.3)
+        assert line.milliseconds > 0
+
+
+def test_record_round_trip_and_refusals():
+    record = bench_ops(["softmax"], [8], passes=["forward"], **SMALL)
+    assert OpsBench.from_json(record.to_json()) == record
+    assert json.loads(record.to_json())["versions"]["torch"] == torch.__version__
+    for text in ("{", "[]", "{}", '{"schema": 1, "measurements": [{}]}'):
+        with pytest.raises(ValueError, match=r"ops.json is not a benchmark record"):
+            OpsBench.from_json(text, "ops.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"names": ["cubitt"]}, r"unknown operator 'cubitt'.*did you mean 'cubit'"),
+        ({"passes": ["backward"]}, r"unknown pass 'backward'"),
+        ({"lengths": [64, 0]}, r"length \(0\) must be at least 1"),
+        ({"lengths": []}, r"length \(0\) must be at least 1"),
+        ({"heads": 0}, r"heads \(0\) must be at least 1"),
+        ({"repeats": 0}, r"repeats \(0\) must be at least 1"),
+    ],
+)
+def test_wrong_requests_are_refused_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        bench_ops(**({"names": ["softmax"], "lengths": [8], "passes": ["forward"]} | SMALL | arguments))
+
+
+def test_crossover():
+    assert crossover([1024, 4096], [2.0, 0.5]) == pytest.approx(2048)
+    assert crossover([512, 1024], [0.9, 0.5]) == 512
+    assert crossover([512, 1024], [0.9, 1.1]) is None
+    assert crossover([512, 1024, 2048], [0.5, 2.0, 1.0]) == 2048
+    assert crossover([], []) is None
+
+
+def made_record() -> OpsBench:
+    lines = [
+        Measurement(name, phase, length, 2.5 * ratio, 2.5, ratio, ratio, ratio, 3 * 2**20, 2**20)
+        for phase in PHASES
+        for length, by_name in ((1024, {"cubit": 2.0, "linear": 2.0}), (4096, {"cubit": 2.1, "linear": 0.5}))
+        for name, ratio in by_name.items()
+    ]
+    return OpsBench(lines, 1, 8, 64, "float32", "cpu", 1, 5, "a machine", "mercer bench ops", None, "2026", {})
+
+
+def test_tables_give_ratio_time_memory_and_crossover():
+    out = io.StringIO()
+    Console(file=out, width=80).print(format_bench(made_record()))
+    text = out.getvalue()
+    for part in ("forward + backward", "2.10x", "5.25 ms", "3.00 MiB", "not by 4,096", "from 2,048", "a machine"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_run_ops_prints_and_writes(tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    run_ops(["softmax", "cubit"], [16, 32], **SMALL, out=tmp_path / "new", console=console)
+    record = OpsBench.from_json((tmp_path / "new" / "ops.json").read_text(encoding="utf-8"))
+    assert len(record.measurements) == 12
+    assert (tmp_path / "new" / "ops.png").read_bytes()[:4] == b"\x89PNG"
+    assert "T = 32" in out.getvalue()
+    run_ops(["kernel_solve"], [16], **SMALL, passes=["decode"], out=tmp_path / "none", console=console)
+    assert not (tmp_path / "none" / "ops.png").exists()  # it has no decoding: nothing to draw
