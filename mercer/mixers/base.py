@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -24,13 +25,14 @@ class Mixer(nn.Module, abc.ABC):
         num_kv_heads: key and value heads; H must be a multiple. Default: H.
         hidden_size: width E of the hidden states `x`; needed only by mixers with `needs_x`.
         causal: whether a token sees only itself and its past.
+        scale: factor on the logits q.k; D^(-1/2) by default.
 
     Raises:
         ValueError: `num_heads` is not a multiple of `num_kv_heads`, or `hidden_size` is missing where needed.
     """
 
     needs_x: bool = False  # whether `forward` reads the hidden states x
-    scale: float  # what the mixer multiplies q.k by; set by each mixer, D^-1/2 unless asked otherwise
+    scale: float  # factor on q.k; D^(-1/2) unless asked otherwise
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class Mixer(nn.Module, abc.ABC):
         num_kv_heads: int | None = None,
         hidden_size: int | None = None,
         causal: bool = True,
+        scale: float | None = None,
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -52,6 +55,7 @@ class Mixer(nn.Module, abc.ABC):
             raise ValueError(f"mixer {type(self).__name__} reads the hidden states: pass hidden_size=")
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
         self.hidden_size, self.causal = hidden_size, causal
+        self.scale = head_dim**-0.5 if scale is None else scale
 
     @abc.abstractmethod
     def forward(
@@ -89,6 +93,62 @@ class Mixer(nn.Module, abc.ABC):
         that a checkpoint does not have.
         """
         return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """Which of the positions so far are real, and of which packed document; None: all real, all one document."""
+
+    mask: Bool[Tensor, "B S"] | None = None
+    segments: Int[Tensor, "B S"] | None = None
+
+    def extend(
+        self, length: int, new: int, mask: Bool[Tensor, "B N"] | None, segments: Int[Tensor, "B N"] | None
+    ) -> "Marks":
+        """Return the marks of the `length` past positions and `new` more, given over the new ones or over all.
+
+        A past without marks is real and of document 0; new tokens without segments continue the last document.
+        """
+        real = lambda like: like.new_ones(())
+        mask = _extend("mask", self.mask, length, new, mask, real, real)
+        last, first = (lambda past: past[:, -1:]), (lambda given: given.new_zeros(()))
+        segments = _extend("segments", self.segments, length, new, segments, first, last)
+        return Marks(mask, segments)
+
+
+def _extend(
+    name: str,
+    past: Tensor | None,
+    length: int,
+    new: int,
+    given: Tensor | None,
+    unmarked: Callable[[Tensor], Tensor],
+    continued: Callable[[Tensor], Tensor],
+) -> Tensor | None:
+    if given is not None and given.dim() == 2 and given.shape[1] == length + new:
+        return given
+    if given is None and past is None:
+        return None
+    if given is None:
+        return torch.cat([past, continued(past).expand(len(past), new)], 1) if new else past
+    if given.dim() != 2 or given.shape[1] != new:
+        raise ValueError(
+            f"{name} has shape {tuple(given.shape)}; it must be [batch, {new}] over the new tokens "
+            f"or [batch, {length + new}] over the past and the new ones"
+        )
+    past = unmarked(given).expand(len(given), length) if past is None else past
+    return torch.cat([past, given], 1)
+
+
+def append(past: Float[Tensor, "B H P D"] | None, new: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H S D"]:
+    """Put the new positions after the past ones."""
+    return new if past is None else torch.cat([past, new], 2)
+
+
+def refuse_state(mixer: Mixer, state: Any) -> None:
+    """Raise ValueError when a bidirectional mixer is given a state: it must see the whole sequence at once."""
+    if state is not None and not mixer.causal:
+        raise ValueError(f"{type(mixer).__name__} is bidirectional (causal=False) and has no state; pass state=None")
 
 
 def map_state(state: Any, change: Callable[[Tensor], Tensor]) -> Any:

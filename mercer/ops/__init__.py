@@ -1,14 +1,22 @@
 """Pure functions of tensors: each fast path sits under the `_naive` definition it equals."""
 
+from .checks import repeat_heads, visible
+from .linear import LinearState, linear_attention, linear_attention_naive
 from .local_linear import local_linear_attention, local_linear_attention_naive
 from .softmax import softmax_attention, softmax_attention_naive
-from .solve import kernel_solve, kernel_solve_naive
+from .solve import BIDIRECTIONAL_RIDGE, kernel_solve, kernel_solve_naive
 
 __all__ = [
+    "BIDIRECTIONAL_RIDGE",
+    "LinearState",
     "kernel_solve",
     "kernel_solve_naive",
+    "linear_attention",
+    "linear_attention_naive",
     "local_linear_attention",
     "local_linear_attention_naive",
+    "repeat_heads",
     "softmax_attention",
     "softmax_attention_naive",
+    "visible",
 ]

@@ -1,13 +1,21 @@
 """Local linear regression: every output is the value at q_i of a line fitted with softmax weights around it."""
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .checks import check_heads, check_mask, compute_dtype, full_precision, repeat_heads, visible, zero_padding
+from .checks import (
+    check_heads,
+    check_mask,
+    check_segments,
+    compute_dtype,
+    full_precision,
+    repeat_heads,
+    visible,
+    zero_padding,
+)
 from .softmax import softmax_rows
 
 _ROWS = 64  # queries whose D x D moment matrices are held at a time
@@ -23,15 +31,16 @@ def local_linear_attention_naive(
     causal: bool = True,
     scale: float | None = None,
     mask: Bool[Tensor, "B S"] | None = None,
+    segments: Int[Tensor, "B S"] | None = None,
 ) -> Float[Tensor, "B H T Dv"]:
     """Fit theta_i = (M' W_i M + ridge diag(0, 1, .., 1))^-1 M' W_i v, M = [1, k], and return theta_i . [1, q_i].
 
     The normal equations as the paper writes them, O(T S D^2) memory; see `local_linear_attention`.
     """
     with full_precision(q.device):
-        q_, k_, v_ = _prepare(q, k, v, mask)
+        q_, k_, v_ = _prepare(q, k, v, mask, segments)
         factor = q.shape[-1] ** -0.5 if scale is None else scale
-        allowed = visible(q.shape[2], k.shape[2], q.device, causal=causal, mask=mask)
+        allowed = visible(q.shape[2], k.shape[2], q.device, causal=causal, mask=mask, segments=segments)
         weights = softmax_rows(factor * q_ @ k_.mT, allowed)
         m = torch.cat([torch.ones_like(k_[..., :1]), k_], -1)
         penalty = torch.diag_embed(torch.cat([torch.zeros_like(q_[0, 0, :1, 0]), torch.ones_like(q_[0, 0, 0])]))
@@ -53,6 +62,7 @@ def local_linear_attention(
     causal: bool = True,
     scale: float | None = None,
     mask: Bool[Tensor, "B S"] | None = None,
+    segments: Int[Tensor, "B S"] | None = None,
 ) -> Float[Tensor, "B H T Dv"]:
     """Predict with a ridge-penalised line fitted around every query, o_i = theta_i0 + theta_i1.. . q_i.
 
@@ -69,6 +79,7 @@ def local_linear_attention(
         causal: whether position i sees only j <= i.
         scale: factor on the logits of W; D^(-1/2) by default.
         mask: True = real token.
+        segments: equal = same packed document.
 
     Returns:
         The predictions, in the dtype of `v`. A query that sees no key gives 0.
@@ -87,12 +98,12 @@ def local_linear_attention(
     [2.0, 4.0, 6.0]
     """
     with full_precision(q.device):
-        q_, k_, v_ = _prepare(q, k, v, mask)
+        q_, k_, v_ = _prepare(q, k, v, mask, segments)
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         penalty = torch.as_tensor(ridge, device=q.device, dtype=torch.float64)
         if not torch.compiler.is_compiling() and not bool((penalty > 0).all()):
             raise ValueError(f"ridge ({float(penalty.detach().min())}) must be positive: the slopes need a penalty")
-        return _fit(q_, k_, v_, penalty, mask, causal, factor).to(v.dtype)
+        return _fit(q_, k_, v_, penalty, mask, segments, causal, factor).to(v.dtype)
 
 
 class _Pieces:
@@ -101,9 +112,18 @@ class _Pieces:
     Float64 throughout: the moments cancel to rounding where keys are large and alike.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, ridge: Tensor, mask: Tensor | None, causal: bool, factor: float):
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        ridge: Tensor,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        causal: bool,
+        factor: float,
+    ):
         self.q, self.k, self.ridge, self.factor = q.double(), k.double(), ridge, factor
-        self.allowed = partial(_allowed, q.shape[2], k.shape[2], mask, causal, q.device)
+        self.mask, self.segments, self.causal = mask, segments, causal
 
     def __iter__(self) -> Iterator[tuple[int, slice]]:
         for batch in range(self.q.shape[0]):
@@ -113,6 +133,20 @@ class _Pieces:
     def weights(self, batch: int, rows: slice) -> Float[Tensor, "H c S"]:
         scores = self.factor * self.q[batch, :, rows] @ self.k[batch].mT
         return softmax_rows(scores[None], self.allowed(batch, rows))[0]
+
+    def allowed(self, batch: int, rows: slice) -> Bool[Tensor, "1 c S"]:
+        """Which keys the queries `rows` of one batch row see."""
+        size, length = rows.stop - rows.start, self.k.shape[2]
+        end = length - self.q.shape[2] + rows.stop if self.causal else length
+        mask, segments = (None if t is None else t[batch : batch + 1] for t in (self.mask, self.segments))
+        causal = visible(size, end, self.k.device, causal=self.causal)
+        seen = torch.nn.functional.pad(causal, (0, length - end))
+        if mask is not None:
+            seen = seen & mask[:, None]
+        if segments is not None:
+            own = segments[:, length - self.q.shape[2] :][:, rows]
+            seen = seen & (own[..., None] == segments[:, None])
+        return seen
 
     def moments(self, batch: int, w: Float[Tensor, "H c S"]) -> tuple[Float[Tensor, "H c D"], Float[Tensor, "H c D D"]]:
         """Return kbar_i and C_i, a tile of keys at a time."""
@@ -126,16 +160,6 @@ class _Pieces:
         spread = total.unflatten(-1, (width, width)).sub_(mean[..., :, None] * mean[..., None, :])
         spread.diagonal(dim1=-2, dim2=-1).add_(self.ridge)
         return mean, spread
-
-
-def _allowed(rows: int, cols: int, mask: Tensor | None, causal: bool, device: torch.device, batch: int, here: slice):
-    """Which keys the queries `here` of one batch row see."""
-    row_mask = None if mask is None else mask[batch : batch + 1]
-    if not causal:
-        return visible(here.stop - here.start, cols, device, causal=False, mask=row_mask)
-    end = cols - rows + here.stop
-    seen = visible(here.stop - here.start, end, device, mask=None if row_mask is None else row_mask[:, :end])
-    return torch.nn.functional.pad(seen, (0, cols - end))
 
 
 def _normal_solve(
@@ -153,7 +177,8 @@ def _with_one(x: Float[Tensor, "H T D"]) -> Float[Tensor, "H T E"]:
 @torch.library.custom_op(
     "mercer::local_linear",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor ridge, Tensor? mask, bool causal, float factor) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor ridge, Tensor? mask, Tensor? segments, bool causal, float factor) "
+    "-> Tensor",
 )
 def _fit(
     q: Float[Tensor, "B H T D"],
@@ -161,12 +186,13 @@ def _fit(
     v: Float[Tensor, "B H S Dv"],
     ridge: Float[Tensor, ""],
     mask: Bool[Tensor, "B S"] | None,
+    segments: Int[Tensor, "B S"] | None,
     causal: bool,
     factor: float,
 ) -> Float[Tensor, "B H T Dv"]:
     o = v.new_empty(*q.shape[:3], v.shape[-1])
     with full_precision(q.device):
-        pieces = _Pieces(q, k, ridge, mask, causal, factor)
+        pieces = _Pieces(q, k, ridge, mask, segments, causal, factor)
         for batch, rows in pieces:
             w = pieces.weights(batch, rows)
             mean, spread = pieces.moments(batch, w)
@@ -176,15 +202,15 @@ def _fit(
 
 
 @_fit.register_fake
-def _(q, k, v, ridge, mask, causal, factor):
+def _(q, k, v, ridge, mask, segments, causal, factor):
     return v.new_empty(*q.shape[:3], v.shape[-1])
 
 
 @torch.library.custom_op(
     "mercer::local_linear_backward",
     mutates_args=(),
-    schema="(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor ridge, Tensor? mask, bool causal, float factor) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor ridge, Tensor? mask, Tensor? segments, bool causal, "
+    "float factor) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _fit_backward(
     d_o: Float[Tensor, "B H T Dv"],
@@ -193,6 +219,7 @@ def _fit_backward(
     v: Float[Tensor, "B H S Dv"],
     ridge: Float[Tensor, ""],
     mask: Bool[Tensor, "B S"] | None,
+    segments: Int[Tensor, "B S"] | None,
     causal: bool,
     factor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -204,7 +231,7 @@ def _fit_backward(
     d_q, d_k, d_v = (torch.zeros_like(t, dtype=torch.float64) for t in (q, k, v))
     d_ridge = torch.zeros_like(ridge)
     with full_precision(q.device):
-        pieces = _Pieces(q, k, ridge, mask, causal, factor)
+        pieces = _Pieces(q, k, ridge, mask, segments, causal, factor)
         for batch, rows in pieces:
             w = pieces.weights(batch, rows)
             mean, spread = pieces.moments(batch, w)
@@ -223,7 +250,7 @@ def _fit_backward(
 
 
 @_fit_backward.register_fake
-def _(d_o, q, k, v, ridge, mask, causal, factor):
+def _(d_o, q, k, v, ridge, mask, segments, causal, factor):
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, ridge))
 
 
@@ -233,13 +260,15 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, d_o):
-    return *_fit_backward(d_o, *ctx.saved_tensors, ctx.causal, ctx.factor), None, None, None
+    return *_fit_backward(d_o, *ctx.saved_tensors, ctx.causal, ctx.factor), None, None, None, None
 
 
 _fit.register_autograd(_backward, setup_context=_save)
 
 
-def _prepare(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, segments: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Check the boundary and bring everything to one dtype and H heads."""
     check_heads(q.shape[1], q=q, k=k, v=v)
     if k.shape[2] != v.shape[2] or k.shape[2] < q.shape[2]:
@@ -247,6 +276,7 @@ def _prepare(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tens
             f"q, k, v have {q.shape[2]}, {k.shape[2]}, {v.shape[2]} positions; k and v must match and cover q"
         )
     check_mask(mask, k.shape[0], k.shape[2])
+    check_segments(segments, k.shape[0], k.shape[2])
     dtype, heads = compute_dtype(q, k, v), q.shape[1]
     q = zero_padding(q.to(dtype), mask, rows=True)
     k, v = (repeat_heads(zero_padding(t.to(dtype), mask), heads) for t in (k, v))

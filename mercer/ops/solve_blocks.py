@@ -60,11 +60,10 @@ class _Blocks:
             if self.strict and end == size:
                 p[:, 0] = 0.0  # the very first row sees nothing
             return p
-        hidden = ~visible(size, end, p.device, mask=self._past(self.mask, end), segments=self._past(self.segments, end))
-        hidden = hidden.expand(self._batch, -1, -1)[
-            torch.arange(heads.start, heads.stop, device=p.device) // self.heads
-        ]
-        p.masked_fill_(hidden, -math.inf)
+        mask, segments = (None if t is None else t[:, :end] for t in (self.mask, self.segments))
+        hidden = ~visible(size, end, p.device, mask=mask, segments=segments)
+        batch_row = torch.arange(heads.start, heads.stop, device=p.device) // self.heads
+        p.masked_fill_(hidden[batch_row], -math.inf)
         blind = p.amax(-1, keepdim=True) == -math.inf
         torch.softmax(p.masked_fill_(blind, 0.0), -1, out=p)
         return p.masked_fill_(blind, 0.0)

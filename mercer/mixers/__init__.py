@@ -1,0 +1,80 @@
+"""All mixers by name. To add one: write a file here, add one line to MIXERS."""
+
+import inspect
+from typing import Any
+
+from ..errors import unknown
+from .base import Mixer, map_state
+from .constant import Constant
+from .cubit import Cubit
+from .deltaformer import DeltaFormer
+from .local_linear import LocalLinear
+from .random import Random
+from .softmax import Softmax
+
+__all__ = ["MIXERS", "Mixer", "build_mixer", "map_state", "mixer_options"]
+
+MIXERS: dict[str, type[Mixer]] = {
+    "softmax": Softmax,
+    "constant": Constant,
+    "random": Random,
+    "deltaformer": DeltaFormer,
+    "cubit": Cubit,
+    "local_linear": LocalLinear,
+}
+
+
+def mixer_options(name: str) -> dict[str, Any]:
+    """Return the options the mixer called `name` takes, with their default values.
+
+    >>> mixer_options("local_linear")
+    {'ridge': 1.0, 'scale': None}
+    """
+    if name not in MIXERS:
+        raise unknown("mixer", name, MIXERS)
+    own = inspect.signature(MIXERS[name]).parameters.values()
+    return {p.name: p.default for p in own if p.default is not p.empty and p.name not in _SIZES} | {"scale": None}
+
+
+_SIZES = ("num_heads", "head_dim", "num_kv_heads", "hidden_size", "causal")
+
+
+def build_mixer(
+    name: str,
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_kv_heads: int | None = None,
+    hidden_size: int | None = None,
+    causal: bool = True,
+    **options: Any,
+) -> Mixer:
+    """Make the mixer called `name`.
+
+    Args:
+        name: a key of MIXERS.
+        num_heads: query heads.
+        head_dim: width of a head.
+        num_kv_heads: key and value heads; default `num_heads`, which must be a multiple.
+        hidden_size: width of the hidden states x, for mixers that read them.
+        causal: whether a token sees only itself and its past.
+        **options: the mixer's own, see `mixer_options`.
+
+    Raises:
+        ValueError: an unknown name or option, sizes that do not divide.
+
+    >>> build_mixer("cubit", num_heads=4, head_dim=8, hidden_size=32, share=True).num_kv_heads
+    4
+    """
+    known = mixer_options(name)
+    for option in options:
+        if option not in known:
+            raise ValueError(f"unknown option {option!r} for mixer {name!r}; it takes {', '.join(sorted(known))}")
+    return MIXERS[name](
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        hidden_size=hidden_size,
+        causal=causal,
+        **options,
+    )

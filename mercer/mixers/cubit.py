@@ -1,0 +1,156 @@
+"""Cubit: kernel ridge regression in place of Nadaraya-Watson. Project, solve, smooth.
+
+Fit the dual coefficients u of (P + ridge I) u = s v over the past, P the softmax kernel of the reference embedding r;
+then predict o = A u with A ordinary softmax attention (arXiv:2605.06501, eqs. 6-13 and App. H).
+"""
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from .. import ops
+from ..errors import NumericalWarning, unknown
+from .base import Marks, Mixer, append, refuse_state
+
+_MIN_NORM = 1e-6  # ours: the paper's listing divides by ||r|| as it is
+
+
+@dataclass(frozen=True)
+class CubitState:
+    """What forward substitution reads again; rows are never revised, so u is final and v is not kept."""
+
+    k: Float[Tensor, "B Hk S D"]
+    r_unit: Float[Tensor, "B Hk S D"] | None  # None with share=True: it is gamma k / ||k||
+    u: Float[Tensor, "B Hk S Dv"]
+    marks: Marks
+
+
+class Cubit(Mixer):
+    """u = (P + exp(log_ridge) I)^-1 (s v), o = softmax(scale q k') u, with P_ij = softmax_j(r_i . gamma r_j / ||r_j||).
+
+    s = lower + range sigmoid(W_s x) is the bounded rescale of the values (LRR). The system is one triangular solve, not
+    one ridge regression a prefix. It lives at the key-value heads.
+
+    Args:
+        share: use r = k instead of a projection of its own.
+        lrr: rescale the values; False gives s = 1.
+        gamma: "raw" learns gamma as it is; "softplus" keeps it positive, which keeps the diagonal the row's maximum.
+        ridge: start value of exp(log_ridge).
+        **sizes: see `Mixer`.
+
+    Raises:
+        ValueError: an unknown `gamma`, a ridge that is not positive, sizes that do not divide.
+
+    Warns:
+        NumericalWarning: bidirectional with a ridge below 1e-3, which is raised to it.
+
+    Source:
+        Cubit (arXiv:2605.06501), App. H: beta, alpha there are rescale_lower, rescale_range; s-hat multiplies, as in
+        the listing (eqs. 11-12 would divide).
+
+    >>> mixer = Cubit(num_heads=2, head_dim=4, hidden_size=8)
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 4)
+    >>> o, state = mixer(q, k, v, x=torch.randn(1, 5, 8))
+    """
+
+    needs_x = True
+
+    def __init__(
+        self,
+        *,
+        share: bool = False,
+        lrr: bool = True,
+        gamma: Literal["raw", "softplus"] = "raw",
+        ridge: float = 1e-10,
+        **sizes: Any,
+    ):
+        super().__init__(**sizes)
+        if gamma not in ("raw", "softplus"):
+            raise unknown("gamma", gamma, ["raw", "softplus"])
+        if not ridge > 0:
+            raise ValueError(f"ridge ({ridge}) must be positive; it is learned as exp(log_ridge)")
+        if not self.causal and ridge < ops.BIDIRECTIONAL_RIDGE:
+            warnings.warn(
+                f"a bidirectional Cubit system is not always invertible: ridge {ridge:g} raised to "
+                f"{ops.BIDIRECTIONAL_RIDGE:g}, its floor there",
+                NumericalWarning,
+                stacklevel=2,
+            )
+            ridge = ops.BIDIRECTIONAL_RIDGE
+        self.share, self.lrr, self.gamma_form, self.ridge = share, lrr, gamma, ridge
+        heads = self.num_kv_heads
+        if not share:
+            self.r_proj = nn.Linear(self.hidden_size, heads * self.head_dim)
+        if lrr:
+            self.rescale_proj = nn.Linear(self.hidden_size, heads)
+        for name, value in self.initial_values().items():
+            self.register_parameter(name, nn.Parameter(value.to(torch.get_default_device())))
+
+    def initial_values(self):
+        heads = (self.num_kv_heads,)
+        gamma = 1.0 if self.gamma_form == "raw" else math.log(math.e - 1)  # softplus(log(e - 1)) = 1
+        start = {"gamma": gamma, "log_ridge": math.log(self.ridge)}
+        if self.lrr:
+            start |= {"rescale_lower": 0.5, "rescale_range": 1.5}
+        return {name: torch.full(heads, value, device="cpu") for name, value in start.items()}
+
+    def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: CubitState | None = None):
+        refuse_state(self, state)
+        seen, marks = (0, Marks()) if state is None else (state.k.shape[2], state.marks)
+        marks = marks.extend(seen, q.shape[2], mask, segments)
+        r, norm = self._reference(k, x, rotate)
+        k = append(state and state.k, k)
+        if self.share:
+            r_unit = k * (self._gamma(r.dtype) / _norm(k))
+        else:
+            r_unit = append(state and state.r_unit, r * (self._gamma(r.dtype) / norm))
+        u = ops.kernel_solve(
+            r, r_unit, self._rescaled(v, x), ridge=self._ridge(r.dtype), causal=self.causal,
+            mask=marks.mask, segments=marks.segments, past=state and state.u,
+        )  # fmt: skip
+        u = append(state and state.u, u)
+        o = ops.softmax_attention(
+            q, k, u, causal=self.causal, scale=self.scale, mask=marks.mask, segments=marks.segments
+        )
+        new_state = CubitState(k, None if self.share else r_unit, u, marks) if self.causal else None
+        return o.to(v.dtype), new_state
+
+    def _reference(self, k: Tensor, x: Tensor | None, rotate) -> tuple[Tensor, Tensor]:
+        """Return r with positions and its norm without; in float32 at least, as u can grow with T."""
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        if self.share:
+            return k.to(dtype), _norm(k.to(dtype))
+        self._require(x)
+        r = self.r_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2).to(dtype)
+        return (r if rotate is None else rotate(r)), _norm(r)
+
+    def _rescaled(self, v: Tensor, x: Tensor | None) -> Float[Tensor, "B Hk T Dv"]:
+        v = v.to(torch.promote_types(v.dtype, torch.float32))
+        if not self.lrr:
+            return v
+        self._require(x)
+        weight = self.rescale_proj(x).to(v.dtype).sigmoid()
+        s = self.rescale_lower.to(v.dtype) + self.rescale_range.to(v.dtype) * weight
+        return ops.repeat_heads(s.transpose(1, 2)[..., None], v.shape[1]) * v
+
+    def _gamma(self, dtype: torch.dtype) -> Float[Tensor, "Hk 1 1"]:
+        gamma = self.gamma.to(dtype)
+        return (F.softplus(gamma) if self.gamma_form == "softplus" else gamma)[:, None, None]
+
+    def _ridge(self, dtype: torch.dtype) -> Float[Tensor, " Hk"]:
+        ridge = self.log_ridge.to(dtype).exp()
+        return ridge if self.causal else ridge.clamp(min=ops.BIDIRECTIONAL_RIDGE)
+
+    def _require(self, x: Tensor | None) -> None:
+        if x is None:
+            raise ValueError("cubit reads the hidden states: pass x= [batch, time, hidden_size]")
+
+
+def _norm(r: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T 1"]:
+    return torch.linalg.vector_norm(r, dim=-1, keepdim=True).clamp(min=_MIN_NORM)
