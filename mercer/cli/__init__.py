@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, Parameter
 
 from mercer import __version__
+from mercer.cli.benches import ops
 from mercer.cli.models import evaluate_model, generate
 from mercer.cli.tables import list_names, report
 from mercer.cli.training import compare, train
@@ -40,6 +41,9 @@ app.command(compare, usage=f"mercer compare {_SETTINGS}")
 app.command(generate)
 app.command(evaluate_model, name="eval")
 app.command(report)
+bench = App(name="bench", help="Time and memory beside PyTorch's own attention: mercer bench ops.")
+bench.command(ops)
+app.command(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -136,10 +136,10 @@ def load_model(path: Path) -> Any:
     """
     from safetensors import SafetensorError
 
-    import mercer
+    from mercer.hf import load
 
     try:
-        return mercer.load(path).eval()
+        return load(path)
     except SafetensorError as error:
         raise CheckpointError(f"the model in {path} is damaged ({error}); copy it again or train again") from error
 

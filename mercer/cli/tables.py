@@ -64,14 +64,13 @@ def _corpora() -> Table:
 
 
 def _mixers() -> Table:
-    from mercer.mixers import MIXERS
-    from mercer.train.setup import mixer_options
+    from mercer.mixers import MIXERS, mixer_options
 
     table = Table(
         "mixer", "what it does", "options", title="mixers: --model.mixer MIXER --model.mixer-options.OPTION VALUE"
     )
     for name, mixer in MIXERS.items():
-        table.add_row(name, _first_line(mixer), ", ".join(mixer_options(name)))
+        table.add_row(name, _first_line(mixer), ", ".join(sorted(mixer_options(name))))
     return table
 
 

@@ -96,8 +96,8 @@ def parse_overrides(tokens: Sequence[str], options: Iterable[str] = ()) -> tuple
             words.append(flag)
             continue
         key = flag.removeprefix("--").replace("-", "_")
-        if key not in _KEYS and not key.startswith("model.mixer_options."):
-            raise _unknown_key(key, [*_KEYS, *(option.replace("-", "_") for option in options)], flag=True)
+        if key not in KEYS and not key.startswith("model.mixer_options."):
+            raise _unknown_key(key, [*KEYS, *(option.replace("-", "_") for option in options)], flag=True)
         if text is None:
             raise ValueError(f"{flag} needs a value: {flag} VALUE")
         place = values
@@ -133,7 +133,7 @@ def _keys(kind: type, prefix: str = "") -> Iterator[str]:
             yield prefix + field.name
 
 
-_KEYS = tuple(key for key in _keys(Recipe) if key != "name")
+KEYS = tuple(key for key in _keys(Recipe) if key != "name")
 
 
 def _unknown_key(key: str, choices: Sequence[str], *, flag: bool = False) -> ValueError:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,8 @@ from mercer.data import build_tokenizer, prepare, read_documents
 from mercer.data.stream import default_cache_dir
 from mercer.errors import unknown
 from mercer.hf import SIZES, from_scratch
-from mercer.mixers import MIXERS
-from mercer.mixers.base import Mixer
+from mercer.mixers import mixer_options
 from mercer.train.recipe import DataConfig, ModelConfig, Recipe
-
-
-def mixer_options(name: str) -> list[str]:
-    """Return the names of a mixer's own options: what its constructor takes beside the sizes every mixer has."""
-    own = inspect.signature(MIXERS[name].__init__).parameters.values()
-    named = {parameter.name for parameter in own if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
-    return sorted(named - set(inspect.signature(Mixer.__init__).parameters))
 
 
 def resolve(recipe: Recipe) -> Recipe:
@@ -33,9 +24,7 @@ def resolve(recipe: Recipe) -> Recipe:
     model = recipe.model
     if model.size not in SIZES:
         raise unknown("size", model.size, SIZES)
-    if model.mixer not in MIXERS:
-        raise unknown("mixer", model.mixer, MIXERS)
-    takes = mixer_options(model.mixer)
+    takes = sorted(mixer_options(model.mixer))
     for option in model.mixer_options:
         if option not in takes:
             raise ValueError(f"unknown option {option!r} for mixer {model.mixer!r}; it takes {', '.join(takes)}")

@@ -8,7 +8,6 @@ import torch
 
 from mercer.train import config, loop
 
-
 torch.set_num_threads(1)
 jobs = json.loads(Path(sys.argv[1]).read_text())
 for job in jobs:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from mercer.errors import CheckpointError
 from mercer.evaluate import evaluate
+from mercer.hf import load
 from mercer.train import checkpoint, loop, setup
 from mercer.train.folder import RunFolder
 from mercer.train.loop import spaced, train
@@ -76,11 +77,9 @@ def test_it_learns_and_the_record_says_so(recipe, tmp_path):
 
 
 def test_the_saved_model_is_the_evaluated_one(recipe, tmp_path):
-    import mercer
-
     run = train(recipe, tmp_path)
     _, data = setup.load_data(recipe.data, recipe.seed, None)
-    found = evaluate(mercer.load(tmp_path / "model"), data.validation.sequential(4))
+    found = evaluate(load(tmp_path / "model"), data.validation.sequential(4))
     assert found.loss == pytest.approx(run.valid_loss, rel=1e-6)
 
 
