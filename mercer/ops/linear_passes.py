@@ -1,0 +1,350 @@
+"""The passes of linear attention over chunks, forward and backward, as one operator that compilers do not look into.
+
+Heads are folded: N = B Hk heads of keys, each with the G = H / Hk query heads that share it, whose rows stand below
+each other in one matrix product. The sums [N, m, W], W = Dv + 1, hold S and, as a last column, z: values have
+a column of ones.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from .checks import full_precision
+from .linear_chunks import FLOOR, Documents, Piece, Tokens, chunk_length, exp_, heads_at_once, plan, tokens_of
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some folded heads over a stretch of tokens that can be worked by itself; padded keys and values are gone."""
+
+    rows: Float[Tensor, "N G T m"]
+    keys: Float[Tensor, "N S m"]
+    values: Float[Tensor, "N S W"]
+    sums: Float[Tensor, "N m W"]
+    scale: Float[Tensor, "N m"]
+    tokens: Tokens
+    size: int
+
+    def real(self, at: slice) -> Bool[Tensor, "N n"] | None:
+        """Return which of these rows are real tokens; None where all are, or where rows and keys are not the same."""
+        real = self.tokens.real
+        return real[:, at] if real is not None and real.shape[1] == self.rows.shape[2] else None
+
+    def row_weights(self, at: slice, shift: Tensor) -> Float[Tensor, "N Gn m"]:
+        """Return exp(log_q + shift), each row divided by its largest entry; padded rows as if log_q were 0."""
+        weights, real = self.rows[:, :, at] + shift[:, None, None], self.real(at)
+        if real is not None:  # whatever a padded row holds, NaN too, must not reach the keys through 0 * NaN
+            weights = torch.where(real[:, None, :, None], weights, shift[:, None, None])
+        weights -= weights.amax(-1, keepdim=True).clamp_min_(FLOOR)
+        return exp_(weights).flatten(1, 2)
+
+    def key_weights(self, at: slice, shift: Tensor) -> Float[Tensor, "N n m"]:
+        """Return exp(log_k - shift)."""
+        return exp_(self.keys[:, at] - shift[:, None])
+
+    def write_row_gradient(self, at: slice, grad: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Write the gradient of log_q, given that of its weights."""
+        torch.mul(grad.view_as(out), weights.view_as(out), out=out)
+        real = self.real(at)
+        if real is not None:
+            out.masked_fill_(~real[:, None, :, None], 0)
+
+
+def _near_(weights: Float[Tensor, "N Gn n"], groups: int, parts: Documents | None) -> Float[Tensor, "N Gn n"]:
+    """Keep, in place, the weights that look back, within one document."""
+    square = weights.view(weights.shape[0], groups, -1, weights.shape[2]).tril_()
+    if parts is not None:
+        square.masked_fill_(~parts.same[:, None], 0)
+    return weights
+
+
+def _only_(x: Float[Tensor, "N Gn d"], keep: Bool[Tensor, "N n 1"]) -> Float[Tensor, "N Gn d"]:
+    """Zero, in place, the rows that are not to be kept."""
+    x.view(x.shape[0], -1, keep.shape[1], x.shape[2]).masked_fill_(~keep[:, None], 0)
+    return x
+
+
+def _advance_(sums: Tensor, key_weights: Tensor, values: Tensor, piece: Piece) -> Float[Tensor, "N m W"]:
+    """Add the keys of a piece, in place, to sums that stand at its shift already."""
+    if piece.parts is None:
+        return sums.baddbmm_(key_weights.mT, values)
+    sums.mul_(piece.parts.through)
+    return sums.baddbmm_(key_weights.mT, values * piece.parts.closing).mul_(piece.lift)
+
+
+def _write(out: Float[Tensor, "N Gn W"], o: Float[Tensor, "N G n Dv"], inverse: Float[Tensor, "N G n 1"]) -> None:
+    """Divide the sums of rows by their last column into o and inverse; 0 where nothing was seen."""
+    out = out.view(*o.shape[:-1], -1)
+    total = out[..., -1:]
+    inverse.copy_(total.reciprocal().masked_fill_(total == 0, 0))
+    torch.mul(out[..., :-1], inverse, out=o)
+
+
+def _row_gradients(grad_o: Tensor, o: Tensor, inverse: Tensor) -> Float[Tensor, "N Gn W"]:
+    """Return the gradient of the undivided sums of rows."""
+    grad = grad_o.new_empty(*grad_o.shape[:-1], grad_o.shape[-1] + 1)
+    torch.mul(grad_o, inverse, out=grad[..., :-1])
+    torch.sum(grad[..., :-1] * o, -1, keepdim=True, out=grad[..., -1:]).neg_()
+    return grad.flatten(1, 2)
+
+
+def _causal_forward(part: _Part, o: Tensor, inverse: Tensor) -> Tensor:
+    """Write o and inverse; carry the sums on in place and return their scale after the last token."""
+    sums, scale = part.sums, part.scale
+    for chunk in plan(part.keys, scale, part.tokens, part.size):
+        for piece in chunk:
+            at, parts = slice(piece.start, piece.stop), piece.parts
+            key_weights, row_weights = part.key_weights(at, piece.shift), part.row_weights(at, piece.shift)
+            near = _near_(torch.bmm(row_weights, key_weights.mT), o.shape[1], parts)
+            out = torch.bmm(row_weights, sums.mul_(piece.decay))
+            if parts is not None:
+                _only_(out, parts.opening)
+            _write(out.baddbmm_(near, part.values[:, at]), o[:, :, at], inverse[:, :, at])
+            _advance_(sums, key_weights, part.values[:, at], piece)
+            scale = piece.scale
+    return scale
+
+
+def _entering(part: _Part, sums: Tensor, groups: list[list[Piece]]) -> list[Tensor]:
+    """Return the sums that enter each of these consecutive groups of pieces, `sums` entering the first."""
+    entering = [sums]
+    for pieces in groups[:-1]:
+        sums = sums.clone()
+        for piece in pieces:
+            at = slice(piece.start, piece.stop)
+            _advance_(sums.mul_(piece.decay), part.key_weights(at, piece.shift), part.values[:, at], piece)
+        entering.append(sums)
+    return entering
+
+
+def _causal_backward(part: _Part, o: Tensor, inverse: Tensor, grad_o: Tensor, grad_sums: Tensor, outs) -> Tensor:
+    """Write the gradients of rows, keys and values into `outs`; return that of the sums that entered.
+
+    The sums are recomputed: those entering the chunks are kept, and, of one chunk at a time, those entering its pieces.
+    """
+    chunks = plan(part.keys, part.scale, part.tokens, part.size)
+    grad_sums = grad_sums.clone()
+    entering = _entering(part, part.sums, chunks)
+    for number in reversed(range(len(chunks))):
+        pieces = chunks[number]
+        inside = _entering(part, entering[number], [[piece] for piece in pieces])
+        for piece, before in zip(reversed(pieces), reversed(inside), strict=True):
+            at = slice(piece.start, piece.stop)
+            grad = _row_gradients(grad_o[:, :, at], o[:, :, at], inverse[:, :, at])
+            _piece_backward(part, piece, before, grad, grad_sums, outs)
+    return grad_sums
+
+
+def _piece_backward(part: _Part, piece: Piece, before: Tensor, grad: Tensor, grad_sums: Tensor, outs) -> None:
+    """Do one piece of `_causal_backward`: in place, `grad_sums` goes from the leaving sums to the entering ones."""
+    at, parts, groups = slice(piece.start, piece.stop), piece.parts, part.rows.shape[1]
+    grad_rows, grad_keys, grad_values = (x[..., at, :] for x in outs)
+    key_weights, row_weights = part.key_weights(at, piece.shift), part.row_weights(at, piece.shift)
+    values, closing = part.values[:, at], key_weights
+    near = _near_(torch.bmm(row_weights, key_weights.mT), groups, parts)
+    grad_near = _near_(torch.bmm(grad, values.mT), groups, parts)
+
+    grad_value = torch.bmm(near.mT, grad)
+    grad_row = torch.bmm(grad_near, key_weights)
+    grad_key = torch.bmm(grad_near.mT, row_weights)
+    if parts is not None:
+        grad_sums.mul_(piece.lift)
+        _only_(grad, parts.opening)
+        values, closing = values * parts.closing, closing * parts.closing
+    grad_value.baddbmm_(closing, grad_sums)
+    grad_row.baddbmm_(grad, (before * piece.decay).mT)
+    grad_key.baddbmm_(values, grad_sums.mT)
+    if parts is not None:
+        grad_sums.mul_(parts.through)
+    grad_sums.baddbmm_(row_weights.mT, grad).mul_(piece.decay)
+
+    part.write_row_gradient(at, grad_row, row_weights, grad_rows)
+    torch.mul(grad_key, key_weights, out=grad_keys)
+    grad_values.copy_(grad_value[..., :-1])
+
+
+def _full_sums_(part: _Part, sums: Tensor) -> Tensor:
+    """Add all keys to the sums of the state, in place; return their scale."""
+    shift = torch.maximum(part.scale, part.keys.amax(1)) if part.keys.shape[1] else part.scale
+    sums.mul_(exp_(part.scale - shift)[..., None])
+    for start in range(0, part.keys.shape[1], part.size):
+        at = slice(start, start + part.size)
+        sums.baddbmm_(part.key_weights(at, shift).mT, part.values[:, at])
+    return shift
+
+
+def _full_forward(part: _Part, o: Tensor, inverse: Tensor) -> Tensor:
+    """Do `_causal_forward` where every row sees every key."""
+    shift = _full_sums_(part, part.sums)
+    for start in range(0, part.rows.shape[2], part.size):
+        at = slice(start, start + part.size)
+        _write(torch.bmm(part.row_weights(at, shift), part.sums), o[:, :, at], inverse[:, :, at])
+    return shift
+
+
+def _full_backward(part: _Part, o: Tensor, inverse: Tensor, grad_o: Tensor, grad_sums: Tensor, outs) -> Tensor:
+    """Do `_causal_backward` where every row sees every key."""
+    grad_rows, grad_keys, grad_values = outs
+    sums, grad_sums = part.sums.clone(), grad_sums.clone()
+    shift = _full_sums_(part, sums)
+    for start in range(0, part.rows.shape[2], part.size):
+        at = slice(start, start + part.size)
+        grad = _row_gradients(grad_o[:, :, at], o[:, :, at], inverse[:, :, at])
+        weights = part.row_weights(at, shift)
+        part.write_row_gradient(at, torch.bmm(grad, sums.mT), weights, grad_rows[:, :, at])
+        grad_sums.baddbmm_(weights.mT, grad)
+    for start in range(0, part.keys.shape[1], part.size):
+        at = slice(start, start + part.size)
+        weights = part.key_weights(at, shift)
+        torch.mul(torch.bmm(part.values[:, at], grad_sums.mT), weights, out=grad_keys[:, at])
+        grad_values[:, at] = torch.bmm(weights, grad_sums)[..., :-1]
+    return grad_sums.mul_(exp_(part.scale - shift)[..., None])
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Which heads and tokens make a part."""
+
+    heads: slice
+    span: slice
+    tokens: Tokens
+    opens: bool  # the sums of the state enter here
+    closes: bool  # the sums after it are the new state's
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """The arguments of the operator with the heads folded."""
+
+    rows: Float[Tensor, "N G T m"]
+    keys: Float[Tensor, "N S m"]
+    values: Float[Tensor, "N S Dv"]
+    sums: Float[Tensor, "N m W"]
+    scale: Float[Tensor, "N m"]
+    tokens: Tokens
+    batch: int
+    causal: bool
+    size: int
+
+    @classmethod
+    def of(cls, log_q, log_k, v, sums, scale, mask, documents, last, causal, chunk_size) -> "_Problem":
+        """Fold the heads."""
+        occupied = (scale > FLOOR).flatten(1).any(1)
+        tokens = tokens_of(mask, documents, last, occupied, log_k.shape[1])
+        keys, values, sums, scale = (x.flatten(0, 1) for x in (log_k, v, sums, scale))
+        size = chunk_length(log_k.device, chunk_size)
+        return cls(_fold(log_q, keys), keys, values, sums, scale, tokens, last.shape[0], causal, size)
+
+    def stretches(self) -> Iterator[_Stretch]:
+        """Yield a few heads at a time, so that a chunk of them stays in the cache; without causality, each document."""
+        count, length, features = self.keys.shape
+        if not count:
+            return
+        if self.causal or self.tokens.runs is None:
+            row_bytes = features * self.scale.element_size()
+            step = heads_at_once(self.keys.device, count, (self.rows.shape[1] + 1) * min(self.size, length) * row_bytes)
+            for start in range(0, count, step):
+                heads = slice(start, min(start + step, count))
+                yield _Stretch(heads, slice(None), self.tokens.of_heads(heads.start, heads.stop), True, True)
+            return
+        for first in range(0, count, count // self.batch):
+            heads = slice(first, first + count // self.batch)
+            runs, lengths = self.tokens.runs[first].unique_consecutive(return_counts=True)
+            stop = 0
+            for run, run_length in zip(runs.tolist(), lengths.tolist(), strict=True):
+                start, stop = stop, stop + run_length
+                real = None if self.tokens.real is None else self.tokens.real[heads, start:stop]
+                yield _Stretch(heads, slice(start, stop), Tokens(real=real), run == 0, stop == length)
+
+    def part(self, stretch: _Stretch) -> _Part:
+        """Cut a stretch out, without what padded tokens hold; its sums are a view of these."""
+        heads, span, real = stretch.heads, stretch.span, stretch.tokens.real
+        keys, given = self.keys[heads, span], self.values[heads, span]
+        if real is not None:
+            keys = keys.masked_fill(~real[..., None], float("-inf"))
+            given = given.masked_fill(~real[..., None], 0)
+        values = self.sums.new_ones(*given.shape[:2], given.shape[2] + 1)
+        values[..., :-1] = given
+        sums, scale = self.sums[heads], self.scale[heads]
+        if not stretch.opens:
+            sums, scale = torch.zeros_like(sums), torch.full_like(scale, FLOOR)
+        return _Part(self.rows[heads, :, span], keys, values, sums, scale, stretch.tokens, self.size)
+
+
+def _fold(x: Tensor, keys: Tensor) -> Float[Tensor, "N G T d"]:
+    groups = x.shape[0] * x.shape[1] // max(keys.shape[0], 1)
+    return x.reshape(keys.shape[0], groups, *x.shape[2:])
+
+
+_ARGUMENTS = (
+    "Tensor log_q, Tensor log_k, Tensor v, Tensor sums, Tensor scale, Tensor? mask, Tensor? documents, Tensor last, "
+    "bool causal, int chunk_size) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.custom_op("mercer::linear_attention", mutates_args=(), schema=f"({_ARGUMENTS}")
+def linear_attention_op(log_q, log_k, v, sums, scale, mask, documents, last, causal, chunk_size):
+    """Return o, one over the weight of each row, and the sums and their scale after the last token."""
+    o = sums.new_empty(*log_q.shape[:3], v.shape[3])
+    inverse = sums.new_empty(*log_q.shape[:3], 1)
+    new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
+    with full_precision(log_q.device):
+        problem = _Problem.of(log_q, log_k, v, new_sums, scale, mask, documents, last, causal, chunk_size)
+        folded = [_fold(x, problem.keys) for x in (o, inverse)]
+        for stretch in problem.stretches():
+            part, forward = problem.part(stretch), _causal_forward if causal else _full_forward
+            new_scale.flatten(0, 1)[stretch.heads] = forward(part, *(x[stretch.heads, :, stretch.span] for x in folded))
+            if not stretch.opens:  # a document after the first had sums of its own
+                problem.sums[stretch.heads] = part.sums
+    return o, inverse, new_sums, new_scale
+
+
+@torch.library.custom_op(
+    "mercer::linear_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_o, Tensor grad_sums, Tensor o, Tensor inverse, {_ARGUMENTS}",
+)
+def _backward_op(grad_o, grad_sums, o, inverse, log_q, log_k, v, sums, scale, mask, documents, last, causal, size):
+    """Return the gradients of log_q, log_k, v and the sums that entered."""
+    grads = [x.new_empty(x.shape) for x in (log_q, log_k, v)]
+    grad_before = sums.new_zeros(sums.shape)
+    with full_precision(log_q.device):
+        problem = _Problem.of(log_q, log_k, v, sums, scale, mask, documents, last, causal, size)
+        folded, after = [_fold(x, problem.keys) for x in (o, inverse, grad_o, grads[0])], grad_sums.flatten(0, 1)
+        for stretch in problem.stretches():
+            heads, span = stretch.heads, stretch.span
+            o_, inverse_, grad_o_, grad_rows = (x[heads, :, span] for x in folded)
+            outs = (grad_rows, *(x.flatten(0, 1)[heads, span] for x in grads[1:]))
+            leaving = after[heads] if stretch.closes else torch.zeros_like(after[heads])
+            backward = _causal_backward if causal else _full_backward
+            entering = backward(problem.part(stretch), o_, inverse_, grad_o_, leaving, outs)
+            if stretch.opens:
+                grad_before.flatten(0, 1)[heads] = entering
+    return *grads, grad_before
+
+
+@linear_attention_op.register_fake
+def _(log_q, log_k, v, sums, scale, mask, documents, last, causal, chunk_size):
+    o, inverse = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1))
+    return o, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape)
+
+
+@_backward_op.register_fake
+def _(grad_o, grad_sums, o, inverse, log_q, log_k, v, sums, scale, *others):
+    return *(x.new_empty(x.shape) for x in (log_q, log_k, v)), sums.new_empty(sums.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.causal, ctx.size = inputs
+    ctx.save_for_backward(output[0], output[1], *tensors)
+
+
+def _differentiate(ctx, grad_o, grad_inverse, grad_sums, grad_scale):
+    grads = _backward_op(grad_o, grad_sums, *ctx.saved_tensors, ctx.causal, ctx.size)
+    return *grads, None, None, None, None, None, None
+
+
+linear_attention_op.register_autograd(_differentiate, setup_context=_save)
