@@ -2,6 +2,7 @@
 
 import os
 
+import jaxtyping
 import pytest
 import torch
 
@@ -13,3 +14,11 @@ os.environ.setdefault("MPLBACKEND", "agg")
 def seeded_and_single_threaded():
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def without_shape_checks():
+    """Let wrong shapes and dtypes through the import hook, so that our own error texts are what is tested."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

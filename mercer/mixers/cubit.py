@@ -104,6 +104,7 @@ class Cubit(Mixer):
         refuse_state(self, state)
         seen, marks = (0, Marks()) if state is None else (state.k.shape[2], state.marks)
         marks = marks.extend(seen, q.shape[2], mask, segments)
+        k, v = (ops.zero_padding(t, marks.mask, rows=True) for t in (k, v))
         r, norm = self._reference(k, x, rotate)
         k = append(state and state.k, k)
         if self.share:

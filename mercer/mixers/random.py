@@ -41,7 +41,8 @@ class Random(Mixer):
     def initial_values(self):
         generator = torch.Generator("cpu").manual_seed(self.seed)
         shape = (2, 2, self.num_kv_heads, _WAVES)
-        return {"waves": 2 * math.pi * torch.rand(shape, generator=generator, device="cpu")}
+        waves = 2 * math.pi * torch.rand(shape, generator=generator, device="cpu")
+        return {"waves": waves.bfloat16().float()}  # the same scores whatever precision the model is cast to
 
     def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: KeyValueState | None = None):
         refuse_state(self, state)

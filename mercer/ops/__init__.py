@@ -1,6 +1,6 @@
 """Pure functions of tensors: each fast path sits under the `_naive` definition it equals."""
 
-from .checks import repeat_heads, visible
+from .checks import repeat_heads, visible, zero_padding
 from .linear import LinearState, linear_attention, linear_attention_naive
 from .local_linear import local_linear_attention, local_linear_attention_naive
 from .softmax import softmax_attention, softmax_attention_naive
@@ -19,4 +19,5 @@ __all__ = [
     "softmax_attention",
     "softmax_attention_naive",
     "visible",
+    "zero_padding",
 ]

@@ -41,6 +41,8 @@ def kernel_solve_naive(
 
     Quadratic in memory, cubic in time; see `kernel_solve` for the arguments.
     """
+    if strict and not causal:
+        raise ValueError("strict=True lets a row see j < i alone: it needs causal=True")
     with full_precision(rows.device):
         rows, cols, right, ridge, gate, past = _prepare(rows, cols, rhs, ridge, gate, scale, mask, segments, past)
         if not causal:

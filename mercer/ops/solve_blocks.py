@@ -140,7 +140,7 @@ def _(rows, cols, rhs, ridge, gate, past, mask, segments, strict, block_size):
     schema="(Tensor du, Tensor u, Tensor rows, Tensor cols, Tensor ridge, Tensor? gate, Tensor past, Tensor? mask, "
     "Tensor? segments, bool strict, int block_size) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _solve_backward(
+def solve_blocks_backward(
     du: Float[Tensor, "B H T Dv"],
     u: Float[Tensor, "B H T Dv"],
     rows: Float[Tensor, "B H T D"],
@@ -205,7 +205,7 @@ def _solve_backward(
         )
 
 
-@_solve_backward.register_fake
+@solve_blocks_backward.register_fake
 def _(du, u, rows, cols, ridge, gate, past, mask, segments, strict, block_size):
     like = (rows, cols, u, ridge, ridge if gate is not None else ridge.new_empty(0), past)
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in like)
@@ -218,7 +218,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, du):
     gate = ctx.saved_tensors[4]
-    rows, cols, rhs, ridge, d_gate, past = _solve_backward(du, *ctx.saved_tensors, ctx.strict, ctx.block_size)
+    rows, cols, rhs, ridge, d_gate, past = solve_blocks_backward(du, *ctx.saved_tensors, ctx.strict, ctx.block_size)
     return rows, cols, rhs, ridge, None if gate is None else d_gate, past, None, None, None, None
 
 
