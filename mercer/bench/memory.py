@@ -40,7 +40,6 @@ def _cpu_peak(call: Callable[[], Any]) -> int:
 
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     collecting = gc.isenabled()
-    gc.collect()
     gc.disable()  # older garbage released in the middle would be taken off the peak
     _enable_profiler_legacy(config)
     try:
