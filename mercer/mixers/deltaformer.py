@@ -48,9 +48,7 @@ class DeltaFormer(Mixer):
         if w not in ("q", "k", "separate"):
             raise unknown("w", w, ["q", "k", "separate"])
         if not self.causal:
-            raise ValueError(
-                "deltaformer corrects values one after another: it has no bidirectional form; use causal=True"
-            )
+            raise ValueError("deltaformer corrects values in order and has no bidirectional form: use causal=True")
         self.w = w
         self.gate_proj = nn.Linear(self.hidden_size, self.num_heads)
         if w == "separate":

@@ -1,0 +1,103 @@
+"""MixerAttention: projections, rotary positions that count real tokens, and the mixer's laws passed on."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from mercer import MIXERS, MixerAttention
+from mercer.attention import rotate_half
+
+every_mixer = pytest.mark.parametrize("mixer", sorted(MIXERS))
+
+
+def build(mixer, **options):
+    return MixerAttention(32, 4, mixer=mixer, num_kv_heads=2, **options).double()
+
+
+@every_mixer
+def test_splitting(mixer):
+    attention, x = build(mixer), torch.randn(2, 30, 32, dtype=torch.float64)
+    whole, _ = attention(x)
+    state, parts = None, []
+    for part in x.split([1, 7, 1, 21], 1):
+        y, state = attention(part, state)
+        parts.append(y)
+    assert_close(torch.cat(parts, 1), whole, rtol=1e-8, atol=1e-9)
+
+
+@every_mixer
+@pytest.mark.parametrize("left", [0, 5])
+def test_padding_does_not_shift_positions(mixer, left):
+    attention, x = build(mixer), torch.randn(1, 12, 32, dtype=torch.float64)
+    padded = torch.randn(1, 20, 32, dtype=torch.float64)
+    padded[:, left : left + 12] = x
+    mask = (torch.arange(20) >= left) & (torch.arange(20) < left + 12)
+    y, _ = attention(padded, mask=mask[None])
+    assert_close(y[:, left : left + 12], attention(x)[0], rtol=1e-8, atol=1e-9)
+
+
+@every_mixer
+def test_decoding_after_left_padding(mixer):
+    attention, x = build(mixer), torch.randn(1, 12, 32, dtype=torch.float64)
+    padded = torch.cat([torch.randn(1, 4, 32, dtype=torch.float64), x], 1)
+    mask = (torch.arange(16) >= 4)[None]
+    _, state = attention(padded[:, :10], mask=mask[:, :10])
+    y, _ = attention(padded[:, 10:], state, mask=mask[:, 10:])
+    assert_close(y, attention(x)[0][:, 6:], rtol=1e-8, atol=1e-9)
+
+
+@every_mixer
+def test_packed_documents_start_their_positions_again(mixer):
+    attention, x = build(mixer), torch.randn(2, 20, 32, dtype=torch.float64)
+    segments = (torch.arange(20) >= 8).long().expand(2, -1)
+    y, _ = attention(x, segments=segments)
+    alone = torch.cat([attention(x[:, :8])[0], attention(x[:, 8:])[0]], 1)
+    assert_close(y, alone, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("mixer", sorted(set(MIXERS) - {"deltaformer"}))
+@pytest.mark.filterwarnings("ignore:a bidirectional Cubit system")
+def test_bidirectional_outputs_see_the_future_and_have_no_state(mixer, without_shape_checks):
+    attention, x = build(mixer, causal=False), torch.randn(1, 9, 32, dtype=torch.float64, requires_grad=True)
+    y, state = attention(x)
+    assert state is None
+    assert torch.autograd.grad(y[:, 0].sum(), x)[0][:, 5:].abs().max() > 0
+    mask = (torch.arange(9) < 7)[None]
+    assert_close(attention(x, mask=mask)[0][:, :7], attention(x[:, :7])[0], rtol=1e-8, atol=1e-9)
+    with pytest.raises(ValueError, match=r"is bidirectional \(causal=False\) and has no state"):
+        attention.mixer(*torch.randn(3, 1, 4, 2, 8).double(), x=x[:, :2], state=object())
+
+
+def test_deltaformer_has_no_bidirectional_form():
+    with pytest.raises(ValueError, match="deltaformer corrects values in order"):
+        build("deltaformer", causal=False)
+
+
+def test_rotary_positions_leave_products_a_function_of_the_distance():
+    x, y = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
+    at = lambda z, t: rotate_half(z, torch.tensor([[t]]))
+    near, far = (at(x, t + 3) * at(y, t) for t in (0, 1000))
+    assert_close(near.sum(), far.sum())
+    assert (at(x, 3) * at(y, 0)).sum() != (x * y).sum()
+
+
+def test_sizes_that_do_not_divide():
+    with pytest.raises(ValueError, match=r"hidden_size \(30\) must be a multiple of num_heads \(4\)"):
+        MixerAttention(30, 4)
+    with pytest.raises(ValueError, match=r"head_dim \(3\) must be even"):
+        MixerAttention(12, 4)
+
+
+@pytest.mark.compile
+@every_mixer
+def test_compiles_whole(mixer):
+    attention = MixerAttention(32, 4, mixer=mixer, num_kv_heads=2)
+    x = torch.randn(2, 100, 32)
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(x)[0], attention(x)[0])
+    wanted = list(attention.parameters())
+    losses = [f(x)[0].square().sum() for f in (compiled, attention)]
+    grads = [torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True) for loss in losses]
+    for a, b in zip(*grads, strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-5)
