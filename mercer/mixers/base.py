@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -109,35 +110,29 @@ class Marks:
 
         A past without marks is real and of document 0; new tokens without segments continue the last document.
         """
-        real = lambda like: like.new_ones(())
-        mask = _extend("mask", self.mask, length, new, mask, real, real)
-        last, first = (lambda past: past[:, -1:]), (lambda given: given.new_zeros(()))
-        segments = _extend("segments", self.segments, length, new, segments, first, last)
-        return Marks(mask, segments)
+        new_mask = _over_all("mask", length, new, mask)
+        new_segments = _over_all("segments", length, new, segments)
+        if new_mask is not None and new_mask.shape[1] == new:
+            past = new_mask.new_ones(len(new_mask), length) if self.mask is None else self.mask
+            new_mask = torch.cat([past, new_mask], 1)
+        elif new_mask is None and self.mask is not None:
+            new_mask = F.pad(self.mask, (0, new), value=True)
+        if new_segments is not None and new_segments.shape[1] == new:
+            past = new_segments.new_zeros(len(new_segments), length) if self.segments is None else self.segments
+            new_segments = torch.cat([past, new_segments], 1)
+        elif new_segments is None and self.segments is not None:
+            new_segments = torch.cat([self.segments, self.segments[:, -1:].expand(-1, new)], 1)
+        return Marks(new_mask, new_segments)
 
 
-def _extend(
-    name: str,
-    past: Tensor | None,
-    length: int,
-    new: int,
-    given: Tensor | None,
-    unmarked: Callable[[Tensor], Tensor],
-    continued: Callable[[Tensor], Tensor],
-) -> Tensor | None:
-    if given is not None and given.dim() == 2 and given.shape[1] == length + new:
-        return given
-    if given is None and past is None:
-        return None
-    if given is None:
-        return torch.cat([past, continued(past).expand(len(past), new)], 1) if new else past
-    if given.dim() != 2 or given.shape[1] != new:
+def _over_all(name: str, length: int, new: int, marks: Tensor | None) -> Tensor | None:
+    """Check that marks are over the new tokens or over all of them."""
+    if marks is not None and (marks.dim() != 2 or marks.shape[1] not in (new, length + new)):
         raise ValueError(
-            f"{name} has shape {tuple(given.shape)}; it must be [batch, {new}] over the new tokens "
+            f"{name} has shape {tuple(marks.shape)}; it must be [batch, {new}] over the new tokens "
             f"or [batch, {length + new}] over the past and the new ones"
         )
-    past = unmarked(given).expand(len(given), length) if past is None else past
-    return torch.cat([past, given], 1)
+    return marks
 
 
 def append(past: Float[Tensor, "B H P D"] | None, new: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H S D"]:

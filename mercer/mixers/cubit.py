@@ -60,6 +60,10 @@ class Cubit(Mixer):
     """
 
     needs_x = True
+    gamma: Float[Tensor, " Hk"]
+    log_ridge: Float[Tensor, " Hk"]
+    rescale_lower: Float[Tensor, " Hk"]
+    rescale_range: Float[Tensor, " Hk"]
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class Cubit(Mixer):
             )
             ridge = ops.BIDIRECTIONAL_RIDGE
         self.share, self.lrr, self.gamma_form, self.ridge = share, lrr, gamma, ridge
+        assert self.hidden_size is not None  # needs_x
         heads = self.num_kv_heads
         if not share:
             self.r_proj = nn.Linear(self.hidden_size, heads * self.head_dim)

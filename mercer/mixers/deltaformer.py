@@ -49,6 +49,7 @@ class DeltaFormer(Mixer):
             raise unknown("w", w, ["q", "k", "separate"])
         if not self.causal:
             raise ValueError("deltaformer corrects values in order and has no bidirectional form: use causal=True")
+        assert self.hidden_size is not None  # needs_x
         self.w = w
         self.gate_proj = nn.Linear(self.hidden_size, self.num_heads)
         if w == "separate":
