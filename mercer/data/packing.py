@@ -210,7 +210,7 @@ def prepare(
     length: int,
     validation_fraction: float = 0.05,
     seed: int = 0,
-    cache_dir: Path | None = None,
+    cache_dir: str | Path | None = None,
     text_field: str = "text",
     max_bytes: int | None = None,
 ) -> PackedData:
@@ -240,9 +240,11 @@ def prepare(
 
     Cost: one pass over the text; then memory-mapped, so memory does not grow with the source.
 
+    >>> import tempfile
     >>> from mercer.data import build_tokenizer
-    >>> data = prepare("python-docs", build_tokenizer("byte"), length=128)
-    >>> data.train.batch(0, batch_size=4).input_ids.shape
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     data = prepare("python-docs", build_tokenizer("byte"), length=128, cache_dir=folder)
+    ...     data.train.batch(0, batch_size=4).input_ids.shape
     torch.Size([4, 128])
     """
     if length < 2:

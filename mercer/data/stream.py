@@ -61,7 +61,7 @@ def open_stream(
     source: Source,
     tokenizer: "transformers.PreTrainedTokenizerFast",
     *,
-    cache_dir: Path | None = None,
+    cache_dir: str | Path | None = None,
     max_bytes: int | None = None,
 ) -> TokenStream:
     """Tokenize a source, or open what an earlier call tokenized.

@@ -35,7 +35,7 @@ def byte_letters() -> list[str]:
 
 
 def build_tokenizer(
-    spec: str, documents: Iterable[str] = (), cache_dir: Path | None = None
+    spec: str, documents: Iterable[str] = (), cache_dir: str | Path | None = None
 ) -> "transformers.PreTrainedTokenizerFast":
     """Build the tokenizer that a specification names.
 
@@ -93,7 +93,7 @@ def _vocab_size(spec: str) -> int:
     return int(digits)
 
 
-def _bpe_backend(vocab_size: int, documents: Iterable[str], cache_dir: Path | None) -> Any:
+def _bpe_backend(vocab_size: int, documents: Iterable[str], cache_dir: str | Path | None) -> Any:
     tokenizers = require("tokenizers", extra="hf", purpose="a tokenizer")
     sample = _sample(documents)
     if not sample:

@@ -78,7 +78,7 @@ BAD_FILES = {
     ),
     "marked.txt": (b"\xef\xbb\xbfab\xff", "marked.txt: not UTF-8 at byte 5"),
     "wide.txt": ("hello".encode("utf-16"), "wide.txt: the text is UTF-16; save it as UTF-8"),
-    "late.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', "late.jsonl, line 2: not UTF-8 at byte 24 "),
+    "late.jsonl": ('{"text": "é"}\n'.encode() + b'{"text": "\xff"}\n', "late.jsonl, line 2: not UTF-8 at byte 25 "),
     "cut.jsonl": (
         b'{"text": "a"}\n\n{"text": \n',
         r"cut.jsonl, line 3: not JSON \(Expecting value, column 9\); write",
