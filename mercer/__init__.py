@@ -45,7 +45,7 @@ _HOMES = {
     "DataError": "mercer.errors",
     "NumericalWarning": "mercer.errors",
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
