@@ -10,7 +10,7 @@ from mercer.bench.operators import BENCHES, DEFAULT_OPERATORS, Operator, Shape
 from mercer.bench.ops import PHASES, bench_ops
 from mercer.bench.record import Measurement, OpsBench, crossover
 from mercer.bench.show import DEFAULT_LENGTHS, format_bench, ratio_figure, run_ops
-from mercer.bench.timing import Timing, one_thread, time_pair
+from mercer.bench.timing import Timing, one_thread, steady_allocator, time_pair
 
 __all__ = [
     "BENCHES",
@@ -29,5 +29,6 @@ __all__ = [
     "peak_bytes",
     "ratio_figure",
     "run_ops",
+    "steady_allocator",
     "time_pair",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 from mercer.bench.memory import peak_bytes
 from mercer.bench.operators import BENCHES, Shape, sdpa
 from mercer.bench.record import Measurement, OpsBench, surroundings
-from mercer.bench.timing import one_thread, time_pair
+from mercer.bench.timing import one_thread, steady_allocator, time_pair
 from mercer.errors import unknown
 from mercer.mixers import build_mixer
 
@@ -69,7 +69,7 @@ def bench_ops(
         if value < 1:
             raise ValueError(f"{size} ({value}) must be at least 1")
     measurements = []
-    with one_thread():
+    with one_thread(), steady_allocator():
         for length in sorted(set(lengths)):
             shape = Shape(batch, heads, length, head_dim, dtype, device)
             for phase in passes:

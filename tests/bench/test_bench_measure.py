@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from mercer.bench import one_thread, peak_bytes, time_pair
+from mercer.bench import one_thread, peak_bytes, steady_allocator, time_pair
 from mercer.bench.timing import call_seconds
 
 MIB = 2**20
@@ -89,6 +89,12 @@ def test_threads_are_given_back():
     with pytest.raises(ZeroDivisionError), one_thread():
         1 / 0  # noqa: B018
     assert torch.get_num_threads() == 2
+
+
+def test_memory_is_measured_exactly_with_a_steady_allocator():
+    with steady_allocator():
+        assert peak_bytes(lambda: block(40)) == 40 * MIB
+    assert peak_bytes(lambda: block(40)) == 40 * MIB
 
 
 def test_waiting_takes_no_processor_time():

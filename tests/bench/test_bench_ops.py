@@ -47,8 +47,8 @@ def test_sdpa_against_itself():
     (line,) = record.measurements
     assert line.ratio == pytest.approx(1, abs=0.4)
     assert line.peak_bytes == pytest.approx(line.reference_peak_bytes, rel=0.02)
-    # the output and three gradients of the size of q, and little else
-    assert line.reference_peak_bytes == pytest.approx(4 * 4 * 512 * 64 * 4, rel=0.3)
+    # the output and three gradients of the size of q, and work space
+    assert line.reference_peak_bytes == pytest.approx(4 * 4 * 512 * 64 * 4, rel=0.5)
     assert line.milliseconds > 0
 
 
