@@ -7,8 +7,8 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "attach": "attach",
-    "detach": "attach",
+    "attach": "exchange",
+    "detach": "exchange",
     "Summary": "layers",
     "MercerModel": "classes",
     "generated": "classes",
@@ -26,9 +26,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value  # a submodule of the same name would otherwise shadow it (attach.py)
-    return value
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

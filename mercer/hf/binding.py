@@ -6,7 +6,6 @@ runs in a circle. Hooks also run when gradient checkpointing computes a layer ag
 """
 
 import dataclasses
-import functools
 import inspect
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from mercer.hf.cache import MixerCacheLayer, mixer_layer
-from mercer.hf.rotary import rotation
+from mercer.hf.rotary import Rotary, rotation
 from mercer.mixers.base import Rotate
 
 
@@ -36,23 +35,24 @@ class Attachment:
     follows_scaling: bool  # whether the mixer's factor on q.k is the model's own
     drop_softcap: bool
     is_softmax: bool
+    arguments: tuple[str, ...]  # of the module's forward
+    rotary: Rotary | None  # None where the module does not rotate
     handles: list[RemovableHandle]
     call: Call | None = None
 
 
-@functools.lru_cache(maxsize=256)
-def _argument_names(forward: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)[1:]  # without self
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments of a module's forward, in order."""
+    return tuple(inspect.signature(type(module).forward).parameters)[1:]  # without self
 
 
-def arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward call by name."""
-    return {**dict(zip(_argument_names(type(module).forward), args, strict=False)), **kwargs}
+def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     attachment: Attachment = module.mercer_attachment
-    given = arguments(module, args, kwargs)
+    given = _by_name(attachment.arguments, args, kwargs)
     cache = next(
         (given[name] for name in ("cache", "past_key_values", "layer_past") if given.get(name) is not None), None
     )
@@ -60,7 +60,7 @@ def _bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     layer = None
     if cache is not None and attachment.cache_index is not None and module.mixer.causal:
         layer = mixer_layer(cache, attachment.cache_index)
-    rotate = rotation(module, given.get("position_embeddings"))
+    rotate = rotation(attachment.rotary, given.get("position_embeddings"))
     attachment.call = Call(x=given.get("hidden_states"), rotate=rotate, layer=layer)
 
 
@@ -88,20 +88,26 @@ def take_call(module: nn.Module) -> Call:
     return Call() if call is None else call
 
 
-def _settle(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    given, changes = arguments(module, args, kwargs), {}
-    if isinstance(given.get("logits_to_keep"), int):
-        changes["logits_to_keep"] = None  # read by the bodies of models that would drop queries half-way (Gemma 4)
-    if _is_packed_and_cached(given):
-        if given.get("use_cache"):
-            raise ValueError(
-                "position_ids restart inside a row (packed documents), but use_cache=True: a cache would join the "
-                "documents; pass use_cache=False, or one document a row with an attention_mask"
-            )
-        changes["use_cache"] = False
-    return ((), {**given, **changes}) if changes else None
+@dataclasses.dataclass(frozen=True)
+class _Settle:
+    """A forward pre-hook of a model's body; see `guard`."""
+
+    arguments: tuple[str, ...]
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given, changes = _by_name(self.arguments, args, kwargs), {}
+        if isinstance(given.get("logits_to_keep"), int):
+            changes["logits_to_keep"] = None  # read by the bodies of models that would drop queries half-way (Gemma 4)
+        if _is_packed_and_cached(given):
+            if given.get("use_cache"):
+                raise ValueError(
+                    "position_ids restart inside a row (packed documents), but use_cache=True: a cache would join the "
+                    "documents; pass use_cache=False, or one document a row with an attention_mask"
+                )
+            changes["use_cache"] = False
+        return ((), {**given, **changes}) if changes else None
 
 
 def _is_packed_and_cached(given: dict[str, Any]) -> bool:
@@ -129,7 +135,7 @@ def guard(model: nn.Module, head: nn.Module | None) -> list[RemovableHandle]:
     handles = []
     for body in model.modules():
         if isinstance(body, PreTrainedModel) and body is not head:
-            names = set(_argument_names(type(body).forward))
-            if "logits_to_keep" in names or {"position_ids", "use_cache"} <= names:
-                handles.append(body.register_forward_pre_hook(_settle, with_kwargs=True))
+            names = argument_names(body)
+            if "logits_to_keep" in names or {"position_ids", "use_cache"} <= set(names):
+                handles.append(body.register_forward_pre_hook(_Settle(names), with_kwargs=True))
     return handles

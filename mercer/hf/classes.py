@@ -139,30 +139,46 @@ def generated(base: str | type) -> tuple[Any, Any]:
         base = found
     if issubclass(base, MercerModel):
         return base.config_class, base
-    config_class = _config_class(base.config_class)
-    name = f"Mercer{base.__name__}"
-    made = vars(sys.modules[__name__]).get(name)
+    config_class = _family(base.config_class)
+    return config_class, _model_class(base, config_class)
+
+
+def generate_family(model_type: str) -> Any:
+    """Generate and register every class of a model type ("llama"); returns the configuration class."""
+    return _family(transformers.CONFIG_MAPPING[model_type])
+
+
+def _family(base_config: Any) -> Any:
+    """Return the configuration class made from `base_config`, once the Auto classes know all its heads."""
+    made = vars(sys.modules[__name__]).get(f"Mercer{base_config.__name__}")
+    if made is not None and issubclass(made, base_config):
+        return made
+    body = {
+        "model_type": PREFIX + base_config.model_type,
+        "mercer": None,
+        "__annotations__": {"mercer": dict | None},
+        "__module__": __name__,
+        "register_for_auto_class": classmethod(lambda cls, auto_class=None: None),
+    }
+    made = _publish(type(f"Mercer{base_config.__name__}", (base_config,), body))
+    AutoConfig.register(made.model_type, made, exist_ok=True)
+    for auto_class in _auto_classes():
+        for base in _mapped(auto_class, base_config):
+            if isinstance(base, type) and issubclass(base, PreTrainedModel) and base.config_class is base_config:
+                auto_class.register(made, _model_class(base, made), exist_ok=True)
+    return made
+
+
+def _model_class(base: Any, config_class: Any) -> Any:
+    made = vars(sys.modules[__name__]).get(f"Mercer{base.__name__}")
     if made is None or base_class(made) is not base:
-        made = type(name, (MercerModel, base), {"config_class": config_class, "__module__": __name__})
-        setattr(sys.modules[__name__], name, made)  # where pickle looks
-        _register_model(base, config_class, made)
-    return config_class, made
+        body = {"config_class": config_class, "__module__": __name__}
+        made = _publish(type(f"Mercer{base.__name__}", (MercerModel, base), body))
+    return made
 
 
-def _config_class(base: type) -> Any:
-    name = f"Mercer{base.__name__}"
-    made = vars(sys.modules[__name__]).get(name)
-    if made is None or not issubclass(made, base):
-        body = {
-            "model_type": PREFIX + base.model_type,
-            "mercer": None,
-            "__annotations__": {"mercer": dict | None},
-            "__module__": __name__,
-            "register_for_auto_class": classmethod(lambda cls, auto_class=None: None),
-        }
-        made = type(name, (base,), body)
-        setattr(sys.modules[__name__], name, made)
-        AutoConfig.register(PREFIX + base.model_type, made, exist_ok=True)
+def _publish(made: Any) -> Any:
+    setattr(sys.modules[__name__], made.__name__, made)  # where pickle looks
     return made
 
 
@@ -180,12 +196,6 @@ def _mapped(auto_class: Any, config_class: Any) -> tuple[type, ...]:
     return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
-def _register_model(base: type, config_class: type, made: type) -> None:
-    for auto_class in _auto_classes():
-        if base in _mapped(auto_class, base.config_class):
-            auto_class.register(config_class, made, exist_ok=True)
-
-
 def _auto_map(model_class: type) -> dict[str, str]:
     base = base_class(model_class)
     names = [c.__name__ for c in _auto_classes() if base in _mapped(c, base.config_class)]
@@ -193,17 +203,6 @@ def _auto_map(model_class: type) -> dict[str, str]:
         "AutoConfig": f"{STUB}.{model_class.config_class.__name__}",
         **dict.fromkeys(names, f"{STUB}.{model_class.__name__}"),
     }
-
-
-def generate_family(model_type: str) -> Any:
-    """Generate and register every class of a model type ("llama"); returns the configuration class."""
-    base_config = transformers.CONFIG_MAPPING[model_type]
-    config_class = _config_class(base_config)
-    for auto_class in _auto_classes():
-        for base in _mapped(auto_class, base_config):
-            if isinstance(base, type) and issubclass(base, PreTrainedModel) and base.config_class is base_config:
-                generated(base)
-    return config_class
 
 
 def check_options(options: dict[str, Any]) -> None:
@@ -218,5 +217,5 @@ def __getattr__(name: str) -> Any:
     """Generate classes that a pickle of another process names."""
     if name.startswith("Mercer") and hasattr(transformers, name.removeprefix("Mercer")):
         base = getattr(transformers, name.removeprefix("Mercer"))
-        return _config_class(base) if issubclass(base, PreTrainedConfig) else generated(base)[1]
+        return _family(base) if issubclass(base, PreTrainedConfig) else generated(base)[1]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

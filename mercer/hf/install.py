@@ -1,6 +1,5 @@
 """Put mixers into the attention layers of a model, and take them out again."""
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,8 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from mercer.errors import unknown
-from mercer.hf.binding import Attachment, bind_calls, guard
+from mercer.hf.binding import Attachment, argument_names, bind_calls, guard
 from mercer.hf.interface import EAGER, SDPA
 from mercer.hf.layers import (
     Layer,
@@ -20,8 +18,8 @@ from mercer.hf.layers import (
     head_sizes,
     is_causal,
 )
-from mercer.hf.rotary import rotation_problem
-from mercer.mixers import MIXERS, build_mixer
+from mercer.hf.rotary import applies_rotation, find_rotary, rotation_problem
+from mercer.mixers import build_mixer, mixer_options
 from mercer.mixers.base import Mixer
 
 _SEED_STRIDE = 10_000  # layers draw apart: seed 1 of layer 0 must not be seed 0 of layer 1
@@ -41,11 +39,13 @@ def install(model: PreTrainedModel, spec: dict[str, Any]) -> list[Layer]:
         ValueError: see `mercer.attach`.
     """
     name, options = spec["mixer"], dict(spec.get("options") or {})
-    if name not in MIXERS:
-        raise unknown("mixer", name, MIXERS)
+    mixer_options(name)  # an unknown mixer is said before an unfit layer
     chosen, kept = choose_layers(model, spec.get("layers", "all"))
     check_shared_keys(chosen, kept)
     drop_softcap = bool(spec.get("drop_softcap", False))
+    for layer in chosen + kept:
+        if getattr(layer.module, "is_cross_attention", False):
+            raise ValueError(f"{layer.name} is cross attention, which mixers cannot serve; choose a decoder-only model")
     for layer in chosen:
         _check_kernel_form(layer, drop_softcap)
     mixers = [_build(layer, name, options) for layer in chosen]
@@ -111,12 +111,13 @@ def _build(layer: Layer, name: str, options: dict[str, Any]) -> Mixer:
     kept = [p for p in layer.module.parameters() if p.is_floating_point()]
     device, dtype = kept[0].device, kept[0].dtype
     options = dict(options)
-    if "seed" in inspect.signature(MIXERS[name]).parameters:
+    if "seed" in mixer_options(name):
         options["seed"] = int(options.get("seed", 0)) + _SEED_STRIDE * layer.index
     sizes = head_sizes(layer.module)
     with torch.device(device):
         mixer = build_mixer(name, **sizes, causal=is_causal(layer.module), **options)
-    if mixer.needs_x and (problem := rotation_problem(layer.module)):
+    projects = any(hasattr(mixer, projection) for projection in ("r_proj", "w_proj"))
+    if projects and (problem := rotation_problem(layer.module)):
         raise ValueError(
             f"{layer.name}: {problem}, so mixer {name!r} cannot apply them to its own projections; choose a mixer "
             "(or options, as share=True) that reads q, k and v only"
@@ -136,6 +137,8 @@ def _mount(layer: Layer, mixer: Mixer, *, follows_scaling: bool, drop_softcap: b
         follows_scaling=follows_scaling,
         drop_softcap=drop_softcap,
         is_softmax=name == "softmax",
+        arguments=argument_names(module),
+        rotary=find_rotary(type(module)) if applies_rotation(module) else None,
         handles=bind_calls(module),
     )
 
@@ -151,10 +154,6 @@ def _check_kernel_form(layer: Layer, drop_softcap: bool) -> None:
     if getattr(module, "sinks", None) is not None:
         raise ValueError(
             f"{name} has attention sinks, which mixers do not have; convert other layers (layers=) or another model"
-        )
-    if getattr(module, "is_cross_attention", False):
-        raise ValueError(
-            f"{name} is cross attention; only self-attention can carry a mixer: choose a decoder-only model"
         )
 
 

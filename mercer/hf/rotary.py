@@ -1,11 +1,13 @@
 """Apply to any tensor the positions that an attention module applies to its queries and keys."""
 
-import functools
+import dataclasses
 import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from mercer.mixers.base import Rotate
@@ -25,16 +27,24 @@ def applies_rotation(module: Any) -> bool:
     return bool(getattr(module, "use_rope", True))
 
 
-@functools.lru_cache(maxsize=256)
-def _family_rotation(attention_class: type) -> tuple[Any, bool] | None:
-    """Return the family's rotary function and whether it takes one tensor instead of q and k; None without one."""
-    function = getattr(sys.modules[attention_class.__module__], "apply_rotary_pos_emb", None)
-    if function is None:
-        return None
-    names = list(inspect.signature(function).parameters)
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """A family's own rotary function, and whether it takes one tensor instead of q and k."""
+
+    function: Callable[..., Any]
+    takes_one: bool
+
+    def __call__(self, t: Float[Tensor, "B H T R"], cos: Tensor, sin: Tensor) -> Float[Tensor, "B H T R"]:
+        return self.function(t, cos, sin) if self.takes_one else self.function(t, t, cos, sin)[0]
+
+
+def find_rotary(attention_class: type) -> Rotary | None:
+    """Return the rotary function in the file of an attention class, or None without one of a known form."""
+    function: Any = getattr(sys.modules[attention_class.__module__], "apply_rotary_pos_emb", None)
+    names = [] if function is None else list(inspect.signature(function).parameters)
     if names[:3] == ["x", "cos", "sin"]:
-        return function, True
-    return (function, False) if names[:4] == ["q", "k", "cos", "sin"] else None
+        return Rotary(function, True)
+    return Rotary(function, False) if names[:4] == ["q", "k", "cos", "sin"] else None
 
 
 def rotation_problem(module: Any) -> str | None:
@@ -42,31 +52,28 @@ def rotation_problem(module: Any) -> str | None:
     source = sys.modules[type(module).__module__]
     rotates = any("rotary" in name.lower() for name in vars(source)) and applies_rotation(module)
     takes_angles = "position_embeddings" in inspect.signature(type(module).forward).parameters
-    if not rotates or (takes_angles and _family_rotation(type(module)) is not None):
+    if not rotates or (takes_angles and find_rotary(type(module)) is not None):
         return None
     return f"{type(module).__name__} applies its rotary positions in a way of its own"
 
 
-def rotation(module: Any, position_embeddings: Any) -> Rotate | None:
-    """Return a function that rotates [B, H, T, D] tensors of the new tokens as the module rotates q and k.
+def rotation(rotary: Rotary | None, position_embeddings: Any) -> Rotate | None:
+    """Return a function that rotates [B, H, T, D] tensors of the new tokens as a module rotates its q and k.
 
     Args:
-        module: an attention module of transformers.
+        rotary: the module's rotary function; None for one that applies no rotation (GPT-2, BERT, some layers).
         position_embeddings: the (cos, sin) its forward was called with, or None.
 
     Returns:
-        The function, or None where the module applies no rotation (GPT-2, BERT, layers without positions).
+        The function, or None without a rotation.
     """
-    family = _family_rotation(type(module))
-    if family is None or not isinstance(position_embeddings, tuple) or not applies_rotation(module):
+    if rotary is None or not isinstance(position_embeddings, tuple):
         return None
-    function, takes_one = family
     cos, sin = position_embeddings
 
     def rotate(t: Tensor) -> Tensor:
         # Partial rotary: some families leave the rest out themselves, some inside the function; both agree on this.
-        turned, rest = t[..., : cos.shape[-1]], t[..., cos.shape[-1] :]
-        turned = function(turned, cos, sin) if takes_one else function(turned, turned, cos, sin)[0]
+        turned, rest = rotary(t[..., : cos.shape[-1]], cos, sin), t[..., cos.shape[-1] :]
         return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
     return rotate

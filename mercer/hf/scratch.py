@@ -1,15 +1,14 @@
 """Models to pretrain from nothing: an ordinary skeleton of transformers whose attention layers carry a mixer."""
 
 import dataclasses
-import inspect
 from typing import Any
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
+from mercer import mixers
 from mercer.errors import unknown
-from mercer.hf.attach import attach
-from mercer.mixers import MIXERS
+from mercer.hf.exchange import attach
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +83,7 @@ def from_scratch(
     if kind not in ("language", "classifier"):
         raise unknown("kind", kind, ["language", "classifier"])
     row, options = SIZES[size], dict(mixer_options or {})
-    if mixer in MIXERS and "seed" in inspect.signature(MIXERS[mixer]).parameters:
+    if "seed" in mixers.mixer_options(mixer):
         options.setdefault("seed", seed)
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
