@@ -220,6 +220,9 @@ def prepare(
     on the documents alone, so runs that differ in seed, mixer or length share it; equal documents fall on the
     same side. Where no whole document can be held out, the end of the largest one is, and `note` says so.
 
+    Tokens are kept on disk and used again while the source's files (paths, sizes, times), the tokenizer and the
+    settings are the same; a data set on the hub is known by its name alone, so empty the cache to read it anew.
+
     Args:
         source: as in `read_documents`.
         tokenizer: a fast transformers tokenizer, as `build_tokenizer` returns.

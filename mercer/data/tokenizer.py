@@ -178,4 +178,8 @@ def _pretrained(spec: str) -> "transformers.PreTrainedTokenizerFast":
         structure = None
     if not isinstance(structure, dict) or not {"model", "added_tokens"} <= structure.keys():
         raise DataError(f"{stored} is damaged: it does not describe a tokenizer; save the tokenizer again")
-    return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    try:
+        return transformers.PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"the tokenizer in {folder} is damaged ({reason}); save the tokenizer again") from error

@@ -211,6 +211,10 @@ def test_nothing_to_train_on_and_damaged_folders(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(DataError, match=r"tokenizer\.json is damaged"):
         build_tokenizer(str(tmp_path))
+    build_tokenizer("byte").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"backend":')
+    with pytest.raises(DataError, match=r"the tokenizer in .* is damaged \(Expecting value"):
+        build_tokenizer(str(tmp_path))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"needs the package 'tokenizers'; pip install \"mercer\[hf\]\""):
         build_tokenizer("byte")
