@@ -1,6 +1,7 @@
 """Every test starts from the same seed, one thread, and no network."""
 
 import os
+import tempfile
 
 import jaxtyping
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("MPLBACKEND", "agg")
+os.environ["MERCER_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), f"mercer-tests-{os.getuid()}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,44 @@
+# `make demo` and `make test` need nothing but Python 3.11 and a package registry.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := HF_HUB_OFFLINE=1 PYTHONWARNINGS=ignore $(BIN)
+WORKERS ?= 2
+
+.PHONY: demo test lint compile bench pretrained clean
+
+demo: $(VENV)/.demo  ## train softmax, DeltaFormer and Cubit on real text; print one table; write runs/demo/report.html
+	@$(BIN)/mercer compare demo --mixers softmax,deltaformer,cubit --seeds 3 --out runs/demo --overwrite
+
+test: $(VENV)/.dev  ## the whole test suite
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
+
+compile: $(VENV)/.dev  ## torch.compile tests, without the shape checks that break it
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= -m compile -q
+
+lint: $(VENV)/.dev  ## style, formatting and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+
+bench: $(VENV)/.dev  ## time and memory of every operator beside PyTorch's own attention
+	@OMP_NUM_THREADS=1 $(BIN)/mercer bench ops --out runs/bench
+
+# torch first and alone: it is the one pin that decides between a CPU build and gigabytes of CUDA.
+$(BIN)/python:
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing torch into $(VENV)"
+	@$(BIN)/pip install -q -c constraints.txt torch
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing mercer into $(VENV)"
+	@$(BIN)/pip install -q -c constraints.txt -e '.[hf,plots]'
+	@touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing mercer and its test tools into $(VENV)"
+	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist
