@@ -1,5 +1,6 @@
 """What can be measured: each operator as its mixer calls it, from projected inputs to mixed values."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mercer import ops
+from mercer.features import FeatureMap, build_features
 
 NUM_FEATURES = 256
 
@@ -84,13 +86,26 @@ def _deltaformer(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
     return ops.softmax_attention(q, k, u)
 
 
+@functools.lru_cache(maxsize=1)
+def _favor(heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> FeatureMap:
+    """Return the feature map, drawn once and not in every call."""
+    return build_features("favor", heads, head_dim, NUM_FEATURES).to(device, dtype)
+
+
+def _linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    features = _favor(q.shape[1], q.shape[3], q.dtype, q.device)
+    scale = q.shape[-1] ** -0.25
+    return ops.linear_attention(features(scale * q), features(scale * k), v)[0]
+
+
 # What is measured unless asked otherwise; local_linear costs a hundred times SDPA and is left out.
-DEFAULT_OPERATORS = ("softmax", "kernel_solve", "cubit", "deltaformer")
+DEFAULT_OPERATORS = ("softmax", "kernel_solve", "cubit", "deltaformer", "linear")
 
 BENCHES: dict[str, Operator] = {
     "softmax": Operator(_qkv, ops.softmax_attention, "softmax"),
     "kernel_solve": Operator(_cubit_system, _kernel_solve, ""),
     "cubit": Operator(lambda shape: _qkv(shape) | _cubit_system(shape), _cubit, "cubit"),
     "deltaformer": Operator(lambda shape: _qkv(shape) | _gate(shape), _deltaformer, "deltaformer"),
+    "linear": Operator(_qkv, _linear, ""),  # features included
     "local_linear": Operator(_qkv, ops.local_linear_attention, "local_linear"),
 }
