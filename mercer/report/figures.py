@@ -170,11 +170,12 @@ def _position_figure(group: Group) -> Figure | None:
         "position",
         "Loss by position in the context",
         "How much each mixer gains from what it has already read: validation loss of the tokens at a position, mean "
-        f"over seeds; band: one standard error. Below: the same minus {BASELINE}'s.",
+        f"over seeds; band: one standard error. Below: the same minus {BASELINE}'s. The first few positions hold few "
+        "tokens; they are noisy, and do not set the lower scale.",
         _describe("Validation loss at the last positions", series),
         ("Mixer", "Positions", "Validation loss (nats/token)", "Standard error"),
         data,
-        lambda theme: _two_panels(group, theme, series, "validation loss (nats/token)", dress),
+        lambda theme: _two_panels(group, theme, series, "validation loss (nats/token)", dress, from_x=4.0, whole=True),
     )
 
 
@@ -214,9 +215,13 @@ def _two_panels(
     label: str,
     dress: Callable[[Any], None],
     *,
-    from_x: float = -math.inf,
+    from_x: float,
+    whole: bool = False,
 ) -> Any:
-    """Draw means over the abscissa and, with a baseline, their gap to it below; the scale is for x >= `from_x`."""
+    """Draw means over the abscissa and, with a baseline, their gap to it below; the scale is for x >= `from_x`.
+
+    With `whole` the means are drawn at their whole height, and only the gaps are cut.
+    """
     baseline = group.baseline
     gaps: dict[str, Sequence[tuple[float, float, float | None]]] = {}
     if baseline is not None and len(series) > 1:
@@ -229,11 +234,11 @@ def _two_panels(
         )
         top = panels[0, 0]
         lines = _lines(group, theme)
-        _plot(top, {name: _means(found) for name, found in series.items()}, lines, from_x)
+        _plot(top, {name: _means(found) for name, found in series.items()}, lines, -math.inf if whole else from_x)
         top.set_ylabel(label)
         if rows == 2:
-            _plot(panels[1, 0], gaps, lines, from_x)
-            panels[1, 0].axhline(0, color=theme.ink, lw=1.4)  # after the limits are set: zero must stay in sight
+            _plot(panels[1, 0], gaps, lines, from_x, 0.0)
+            panels[1, 0].axhline(0, color=theme.ink, lw=1.4)
             panels[1, 0].set_ylabel(f"gap to {BASELINE} (nats/token)")
         dress(panels[-1, 0])
         handles, labels = top.get_legend_handles_labels()
@@ -247,9 +252,14 @@ def _two_panels(
 
 
 def _plot(
-    axes: Any, curves: dict[str, Sequence[tuple[float, float, float | None]]], lines: dict[str, Line], from_x: float
+    axes: Any,
+    curves: dict[str, Sequence[tuple[float, float, float | None]]],
+    lines: dict[str, Line],
+    from_x: float,
+    *shown: float,
 ) -> None:
-    extent: list[float] = []
+    """Draw means with their error bands; the scale is for x >= `from_x` and for the values that must be `shown`."""
+    extent = list(shown)
     for name, points in curves.items():
         if not points:
             continue
@@ -261,7 +271,7 @@ def _plot(
         low = [mean - (error or 0) for mean, error in zip(means, errors, strict=True)]
         high = [mean + (error or 0) for mean, error in zip(means, errors, strict=True)]
         if any(errors):
-            axes.fill_between(xs, low, high, color=line.color, alpha=0.18, lw=0)
+            axes.fill_between(xs, low, high, color=line.color, alpha=0.13, lw=0)
         extent += [y for x, pair in zip(xs, zip(low, high, strict=True), strict=True) if x >= from_x for y in pair]
     if from_x > -math.inf and len(extent) > 2 and max(extent) > min(extent):
         pad = 0.06 * (max(extent) - min(extent))
