@@ -259,7 +259,7 @@ def test_compare_goes_on_when_one_run_diverges(capsys, tmp_path, corpus, monkeyp
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus):
     out = tmp_path / "run"
-    words = shlex.split(f"train tiny --data.source {corpus} {NANO} --train.steps 300 --out {out}")
+    words = shlex.split(f"train tiny --data.source {corpus} {NANO} --train.steps 100 --out {out}")
     command = [sys.executable, "-m", "mercer.cli", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -278,5 +278,5 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus):
     assert again == ["python", "-m", "mercer.cli", *words, "--resume"]
     assert main(again[3:]) == 0
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, 301))
+    assert steps == list(range(1, 101))
     assert not (Path(out) / ".model.partial").exists()

@@ -54,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _filter_warnings()
             words = sys.argv[1:] if arguments is None else list(arguments)
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
+        if "RANK" in os.environ:
+            from mercer.train.distribution import leave
+
+            leave()
         return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         return _say("interrupted", 130)
@@ -78,6 +82,9 @@ def _quieten() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if transformers := sys.modules.get("transformers"):  # imported already: it has read its environment
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
 
 
 def _filter_warnings() -> None:

@@ -59,19 +59,29 @@ def check(world: World, *, batch_size: int, shard: bool) -> None:
         )
 
 
-@contextlib.contextmanager
-def join() -> Iterator[World]:
-    """Join the processes torchrun started, or stand alone; leave them at the end."""
+def join() -> World:
+    """Join the processes torchrun started, or stand alone.
+
+    A second call returns the same world: to leave a group and join it again at once is a race between processes.
+    """
     cuda = torch.cuda.is_available()
     if "RANK" not in os.environ:
-        yield World(0, 1, torch.device("cuda" if cuda else "cpu"))
-        return
+        return World(0, 1, torch.device("cuda" if cuda else "cpu"))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    yield World(dist.get_rank(), dist.get_world_size(), device)
-    dist.destroy_process_group()  # not after an error: it would wait for peers that wait for us; torchrun ends them
+    if not dist.is_initialized():
+        if cuda:
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if cuda else "gloo")
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def leave() -> None:
+    """Leave the group at the end of a program that went well.
+
+    Not after an error: leaving waits for peers that may be waiting for us; torchrun ends them.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def distribute(model: nn.Module, world: World, *, shard: bool) -> nn.Module:

@@ -59,7 +59,7 @@ def estimate(recipe: Recipe) -> Estimate:
         parameters=parameters,
         tokens=recipe.train_tokens,
         steps=recipe.train.steps,
-        flops_per_token=6 * weights + 3 * size.num_layers * mixed,
+        flops_per_token=6.0 * weights + 3 * size.num_layers * mixed,
         mixing=mixing is not None,
         memory_bytes=_PROCESS_BYTES + 16 * parameters + 4 * kept * recipe.train.batch_size * length,
     )

@@ -61,16 +61,17 @@ def train(
     """
     recipe = setup.resolve(recipe)
     console = console or Console(stderr=True)
-    with join() as world, Interruption() as interruption:
-        check(world, batch_size=recipe.train.batch_size, shard=recipe.train.shard)
-        folder = RunFolder(out)
-        if world.is_main:
-            folder.check(recipe, resume=resume, overwrite=overwrite)
-        world.wait()  # none may begin to write before the check
-        if resume and (finished := folder.finished()):
-            return finished
+    world = join()
+    check(world, batch_size=recipe.train.batch_size, shard=recipe.train.shard)
+    folder = RunFolder(out)
+    if world.is_main:
+        folder.check(recipe, resume=resume, overwrite=overwrite)
+    world.wait()  # none may begin to write before the check
+    if resume and (finished := folder.finished()):
+        return finished
+    stop = should_stop or (lambda _: False)
+    with Interruption() as interruption:
         session = Session(recipe, folder, world, console, cache_dir, overwrite=overwrite)
-        stop = should_stop or (lambda _: False)
         return session.run(lambda step: interruption.requested or stop(step))
 
 

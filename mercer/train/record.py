@@ -41,7 +41,9 @@ class Run:
     tokens_per_second: float
     train_seconds: float  # of training steps alone, without evaluation and checkpoints
     peak_memory_bytes: int
-    loss_by_position: list[list[float]]  # [start, end, mean loss, tokens] a bucket of the position in the document
+    loss_by_position: list[
+        list[float | int]
+    ]  # [start, end, mean loss, tokens] a bucket of the position in the document
     curve: list[dict[str, Any]]  # step, train_loss, valid_loss or null, learning_rate
     config: dict[str, Any]
     status: Status

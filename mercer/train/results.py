@@ -1,13 +1,16 @@
 """The end of a run: its record, and its model as a folder anyone can load."""
 
+import contextlib
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 from mercer.evaluate.perplexity import Evaluation
 from mercer.train import config, record
@@ -66,18 +69,36 @@ def save_model(path: Path, model: Any, tokenizer: Any, run: record.Run, world: W
     Raises:
         OSError: the disk refused; the checkpoints are as they were.
     """
-    weights = None
-    if any(type(p) is not nn.Parameter or whole(p) is not p for p in model.parameters()):
-        weights = {name: whole(tensor).cpu() for name, tensor in model.state_dict().items()}
+    weights = _gathered(model) if any(whole(p) is not p for p in model.parameters()) else None
     if not world.is_main:
         return
     aside = path.with_name(f".{path.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside, state_dict=weights)
+    with _silent():
+        model.save_pretrained(aside, state_dict=weights)
     tokenizer.save_pretrained(aside)
     replace_text(aside / "README.md", card(run))
     shutil.rmtree(path, ignore_errors=True)
     os.replace(aside, path)
+
+
+def _gathered(model: Any) -> dict[str, Tensor]:
+    """Return the state of a sharded model whole; tied weights stay one tensor."""
+    kept = model.state_dict(keep_vars=True)
+    whole_of = {id(tensor): whole(tensor.detach()).cpu() for tensor in kept.values()}
+    return {name: whole_of[id(tensor)] for name, tensor in kept.items()}
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Hide the progress bar that transformers draws for every file."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def card(run: record.Run) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from mercer.train import config, loop
+from mercer.train import config, distribution, loop
 
 torch.set_num_threads(1)
 jobs = json.loads(Path(sys.argv[1]).read_text())
@@ -16,3 +16,4 @@ for job in jobs:
     loop.train(
         recipe, Path(job["out"]), resume=job.get("resume", False), should_stop=lambda step, stop=stop: step == stop
     )
+distribution.leave()

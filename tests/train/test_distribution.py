@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mercer.train import config
+from mercer.train import config, distribution
 from mercer.train.folder import RunFolder
 from mercer.train.loop import train
 
@@ -40,7 +40,7 @@ def torchrun(jobs, folder):
     script = Path(__file__).with_name("distributed_run.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, file]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -68,6 +68,7 @@ def test_two_processes_equal_one(cubit, tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(port.getsockname()[1]))
     port.close()
     resumed = train(change(cubit, "train", accumulate=2, shard=True), tmp_path / "resumed", resume=True)
+    distribution.leave()
     assert resumed.status == "done"
     assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
     assert torch.isfinite(torch.tensor(resumed.valid_loss))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from mercer.hf import from_scratch
 from mercer.train.optimiser import learning_rate, parameter_groups
 from mercer.train.recipe import OptimConfig
 
@@ -70,3 +71,25 @@ def test_a_tied_weight_is_in_one_group_once():
     groups = parameter_groups(model, OptimConfig(lr=1.0))
     assert sum(p is model.lm_head.weight for group in groups for p in group["params"]) == 1
     torch.optim.AdamW(groups)
+
+
+def test_groups_of_a_real_model():
+    model = from_scratch("tiny", "cubit", vocab_size=32, max_length=16)
+    decayed, kept = parameter_groups(model, OptimConfig(lr=1.0))
+    layer = "model.layers.0."
+    ours = {name for name in names(model, decayed) if name.startswith(layer)}
+    assert {name.removeprefix(layer).rpartition("self_attn.")[2] for name in ours} == {
+        "q_proj.weight",
+        "k_proj.weight",
+        "v_proj.weight",
+        "o_proj.weight",
+        "mixer.r_proj.weight",
+        "mlp.gate_proj.weight",
+        "mlp.up_proj.weight",
+        "mlp.down_proj.weight",
+    }
+    others = names(model, kept)
+    assert "model.embed_tokens.weight" in others
+    for ending in ("gamma", "log_ridge", "rescale_lower", "rescale_range", "rescale_proj.weight", "r_proj.bias"):
+        assert sum(name.endswith(ending) for name in others) == 4  # one a layer
+    assert len(names(model, decayed) | others) == len(list(model.parameters()))
