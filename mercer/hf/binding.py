@@ -18,7 +18,7 @@ from mercer.hf.rotary import Rotary, rotation
 from mercer.mixers.base import Rotate
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Call:
     """What one forward call brings to the mixer."""
 
@@ -27,9 +27,13 @@ class Call:
     layer: MixerCacheLayer | None = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Attachment:
-    """What an attention module that carries a mixer remembers; lies on the module as `mercer_attachment`."""
+    """What an attention module that carries a mixer remembers; lies on the module as `mercer_attachment`.
+
+    The call in progress lies beside it as `mercer_call`, on the module itself: DataParallel's replicas share all
+    objects that a module holds, and run at the same time.
+    """
 
     cache_index: int | None
     follows_scaling: bool  # whether the mixer's factor on q.k is the model's own
@@ -38,7 +42,6 @@ class Attachment:
     arguments: tuple[str, ...]  # of the module's forward
     rotary: Rotary | None  # None where the module does not rotate
     handles: list[RemovableHandle]
-    call: Call | None = None
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
@@ -61,11 +64,11 @@ def _bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if cache is not None and attachment.cache_index is not None and module.mixer.causal:
         layer = mixer_layer(cache, attachment.cache_index)
     rotate = rotation(attachment.rotary, given.get("position_embeddings"))
-    attachment.call = Call(x=given.get("hidden_states"), rotate=rotate, layer=layer)
+    module.mercer_call = Call(x=given.get("hidden_states"), rotate=rotate, layer=layer)
 
 
 def _release(module: Any, args: tuple[Any, ...], output: Any) -> None:
-    call, module.mercer_attachment.call = module.mercer_attachment.call, None
+    call, module.mercer_call = module.mercer_call, None
     if call is not None and output is not None:  # output is None after an error, which then speaks for itself
         raise RuntimeError(
             f"{type(module).__name__} did not use its mixer: its forward bypassed transformers' AttentionInterface; "
@@ -81,10 +84,9 @@ def bind_calls(module: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-def take_call(module: nn.Module) -> Call:
+def take_call(module: Any) -> Call:
     """Return what the pre-hook collected and forget it."""
-    attachment: Any = module.mercer_attachment
-    call, attachment.call = attachment.call, None
+    call, module.mercer_call = module.mercer_call, None
     return Call() if call is None else call
 
 

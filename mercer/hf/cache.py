@@ -12,6 +12,9 @@ from mercer.mixers.base import map_state
 # Layers of a model that reuse another layer's keys hold nothing; transformers marks them so since 5.2x.
 _EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
+# Layers that attend and recur side by side keep both pasts in one place.
+_SHARED_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)]))
+
 
 class MixerCacheLayer(CacheLayerMixin):
     """Hold the state of one mixer: whatever its own law of splitting needs, a few sums or the keys and u.
@@ -88,7 +91,7 @@ def mixer_layer(cache: Cache, index: int) -> MixerCacheLayer:
     """Return the mixer's layer of a cache, putting one in place of transformers' own while that is empty.
 
     Raises:
-        ValueError: the cache is static, or was already filled by attention of another kind.
+        ValueError: the cache is static, was already filled by attention of another kind, or keeps more in this place.
     """
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
@@ -99,6 +102,11 @@ def mixer_layer(cache: Cache, index: int) -> MixerCacheLayer:
         raise ValueError(
             f"layer {index} carries a mixer, which cannot use a static cache ({type(cache).__name__}): its unwritten "
             "slots would be read as tokens; leave the cache to generate(), or pass model.new_cache()"
+        )
+    if isinstance(layer, _SHARED_LAYERS):
+        raise ValueError(
+            f"layer {index} carries a mixer, but its place in the cache also holds the state of a convolution or "
+            f"recurrence ({type(layer).__name__}); leave this layer's softmax (layers=)"
         )
     empty = isinstance(layer, _EMPTY_LAYERS) or (isinstance(layer, DynamicLayer) and layer.get_seq_length() == 0)
     if not empty:

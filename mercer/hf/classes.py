@@ -19,6 +19,7 @@ from transformers.models.auto import modeling_auto
 from mercer.hf.cache import cache_argument, new_cache
 from mercer.hf.install import attached, fill_initial_values, install
 from mercer.hf.layers import Summary
+from mercer.hf.quiet import no_progress_bars
 from mercer.hf.registration import PREFIX
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ class MercerModel(_Base):
             kwargs.setdefault("save_original_format", False)  # a generated class has no renaming to read it back
         self.config.auto_map = _auto_map(type(self))
         try:
-            super().save_pretrained(save_directory, *args, **kwargs)
+            with no_progress_bars():
+                super().save_pretrained(save_directory, *args, **kwargs)
         finally:
             del self.config.auto_map
         if kwargs.get("is_main_process", True):

@@ -53,7 +53,7 @@ def attach(
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
         >>> model = attach(model, "cubit", layers=[1])
         >>> print(model.mercer_summary())
-        MercerLlamaForCausalLM: cubit in 1 of 2 attention layers, 1,204 parameters added
+        MercerLlamaForCausalLM: cubit in 1 of 2 attention layers, 602 parameters added
           carries the mixer: model.layers.1.self_attn
           left as it was (not asked for): model.layers.0.self_attn
     """

@@ -76,7 +76,7 @@ def uninstall(model: PreTrainedModel) -> None:
         for handle in module.mercer_attachment.handles:
             handle.remove()
         module.config._attn_implementation = state.mercer_before
-        del module.mixer, module.mercer_attachment
+        del module.mixer, module.mercer_attachment, module.mercer_call
     for handle in state.mercer_guards:
         handle.remove()
     del state.mercer_before, state.mercer_guards, state.mercer_description
@@ -131,7 +131,7 @@ def _mount(layer: Layer, mixer: Mixer, *, follows_scaling: bool, drop_softcap: b
     follows_scaling = follows_scaling and abs(mixer.scale * mixer.head_dim**0.5 - 1.0) < 1e-6
     if follows_scaling:
         mixer.scale = float(module.scaling)
-    module.mixer = mixer
+    module.mixer, module.mercer_call = mixer, None
     module.mercer_attachment = Attachment(
         cache_index=getattr(module, "layer_idx", None),
         follows_scaling=follows_scaling,

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 from mercer.errors import CheckpointError
 from mercer.hf.classes import generated
+from mercer.hf.quiet import no_progress_bars
 
 
 def load(path: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
@@ -54,9 +55,10 @@ def load(path: str | Path, device: str | torch.device | None = None, dtype: torc
         raise CheckpointError(f"{folder} holds no model.safetensors; the save was interrupted, save the model again")
     _, model_class = generated(name)
     try:
-        model, report = model_class.from_pretrained(
-            folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
-        )
+        with no_progress_bars():
+            model, report = model_class.from_pretrained(
+                folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
+            )
     except (SafetensorError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(f"the weights in {folder} are damaged ({reason}); save the model again") from error

@@ -40,8 +40,10 @@ class Rotary:
 
 def find_rotary(attention_class: type) -> Rotary | None:
     """Return the rotary function in the file of an attention class, or None without one of a known form."""
-    function: Any = getattr(sys.modules[attention_class.__module__], "apply_rotary_pos_emb", None)
-    names = [] if function is None else list(inspect.signature(function).parameters)
+    function = getattr(sys.modules[attention_class.__module__], "apply_rotary_pos_emb", None)
+    if function is None:
+        return None
+    names = list(inspect.signature(function).parameters)
     if names[:3] == ["x", "cos", "sin"]:
         return Rotary(function, True)
     return Rotary(function, False) if names[:4] == ["q", "k", "cos", "sin"] else None
@@ -52,7 +54,8 @@ def rotation_problem(module: Any) -> str | None:
     source = sys.modules[type(module).__module__]
     rotates = any("rotary" in name.lower() for name in vars(source)) and applies_rotation(module)
     takes_angles = "position_embeddings" in inspect.signature(type(module).forward).parameters
-    if not rotates or (takes_angles and find_rotary(type(module)) is not None):
+    partly = hasattr(module, "qk_rope_head_dim")  # latent attention turns the last dimensions of a head only
+    if not rotates or (takes_angles and not partly and find_rotary(type(module)) is not None):
         return None
     return f"{type(module).__name__} applies its rotary positions in a way of its own"
 

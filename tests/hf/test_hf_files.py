@@ -23,13 +23,14 @@ ROOT = Path(__file__).parents[2]
 
 def fresh_process(code, **environment):
     """Run code in a new interpreter and return what it printed."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-W", "error::FutureWarning", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths, **environment},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

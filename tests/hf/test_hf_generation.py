@@ -49,6 +49,20 @@ def test_left_padding_does_not_change_real_tokens(mixer):
 
 @pytest.mark.parametrize("mixer", CAUSAL)
 @torch.no_grad()
+def test_a_row_of_padding_harms_nobody(mixer):
+    model = attach(llama(), mixer)
+    ids, mask, positions = left_padded(tokens(2, 6), [0, 6])
+    for right in (False, True):
+        mask[0, -2:] = 0 if right else 1
+        logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        assert torch.isfinite(logits).all()
+        real = mask[:1].bool()
+        alone = model(ids[:1, : real.sum()], use_cache=False).logits
+        assert (logits[:1][real] - alone[0]).abs().max() <= 1e-4 * alone.abs().max()
+
+
+@pytest.mark.parametrize("mixer", CAUSAL)
+@torch.no_grad()
 def test_packed_documents_equal_the_same_documents_alone(mixer):
     model = attach(llama(), mixer)
     ids = tokens(1, 11)
@@ -167,7 +181,16 @@ def test_nothing_of_a_call_outlives_it():
         gc.enable()
     with pytest.raises(RuntimeError, match="shape"):
         next(attached(model))[1](torch.zeros(1, 5, 31))
-    assert all(module.mercer_attachment.call is None for _, module in attached(model))
+    assert all(module.mercer_call is None for _, module in attached(model))
+
+
+def test_replicas_of_data_parallel_keep_their_calls_apart():
+    model = attach(llama(), "cubit")
+    module = next(attached(model))[1]
+    replica = module._replicate_for_data_parallel()
+    replica.mercer_call = object()
+    assert module.mercer_call is None
+    assert replica.mercer_attachment is module.mercer_attachment
 
 
 def test_the_signature_of_forward_is_transformers_own():

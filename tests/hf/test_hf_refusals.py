@@ -68,6 +68,14 @@ def test_layers_that_share_keys_go_together():
     refuse(decoder("gemma4"), r"layers \[1, 3\] share their keys and values, so all of them or none", layers="1")
 
 
+def test_rotary_positions_that_cannot_be_given_to_r():
+    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+    model = build("GPTJForCausalLM", **sizes)
+    refuse(model, r"GPTJAttention applies its rotary positions in a way of its own.*share=True", mixer="cubit")
+    attach(model, "cubit", share=True)
+    assert torch.isfinite(model(tokens(1, 5)).logits).all()
+
+
 def test_wrong_names_and_objects():
     refuse(llama(), "unknown mixer 'cubitt'; choose one of .*did you mean 'cubit'", mixer="cubitt")
     refuse(llama(), "must be JSON values", mixer="cubit", ridge=torch.ones(1))

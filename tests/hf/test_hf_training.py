@@ -28,7 +28,7 @@ def test_gradient_checkpointing_computes_the_same(mixer):
         got = gradients(model, ids, **options)
         assert got.keys() == want.keys()
         assert all(torch.equal(got[name], want[name]) for name in want)
-    assert all(module.mercer_attachment.call is None for _, module in attached(model))
+    assert all(module.mercer_call is None for _, module in attached(model))
 
 
 def test_softmax_trains_as_the_original():
