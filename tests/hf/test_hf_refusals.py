@@ -69,9 +69,11 @@ def test_layers_that_share_keys_go_together():
 
 
 def test_rotary_positions_that_cannot_be_given_to_r():
-    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
-    model = build("GPTJForCausalLM", **sizes)
-    refuse(model, r"GPTJAttention applies its rotary positions in a way of its own.*share=True", mixer="cubit")
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    dense = {"num_key_value_heads": 4, "num_hidden_layers": 2, "first_k_dense_replace": 2}
+    model = build("DeepseekV3ForCausalLM", **sizes, **dense, **latent)
+    refuse(model, r"DeepseekV3Attention applies its rotary positions in a way of its own.*share=True", mixer="cubit")
     attach(model, "cubit", share=True)
     assert torch.isfinite(model(tokens(1, 5)).logits).all()
 
