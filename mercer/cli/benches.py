@@ -28,7 +28,7 @@ def ops(
     ```
 
     Args:
-        names: operators; all by default.
+        names: operators; by default all but local_linear, which is a hundred times slower than the others.
         lengths: tokens, separated by commas.
         passes: of forward, forward+backward and decode, separated by commas.
         heads: heads.
@@ -42,10 +42,10 @@ def ops(
     counts = whole_numbers("lengths", lengths)
     import torch
 
-    from mercer.bench import BENCHES, run_ops
+    from mercer.bench import DEFAULT_OPERATORS, run_ops
 
     run_ops(
-        list(names) or list(BENCHES),
+        list(names) or list(DEFAULT_OPERATORS),
         counts,
         heads=heads,
         head_dim=head_dim,

@@ -50,7 +50,7 @@ class _Finder:
 
     @classmethod
     def find_spec(
-        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        cls, fullname: str, path: Any = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != _AUTO_CONFIG:
             return None

@@ -112,21 +112,22 @@ def solve_blocks(
     with full_precision(rows.device):
         blocks = _Blocks(rows, cols, mask, segments, strict, block_size)
         seen = blocks.seen
-        u = torch.cat([past, torch.empty_like(rhs)], 2).flatten(0, 1)
+        earlier, u = past.flatten(0, 1), torch.empty_like(rhs, memory_format=torch.contiguous_format).flatten(0, 1)
         right, diagonal = rhs.flatten(0, 1), ridge.flatten(0, 1)
         factor = None if gate is None else gate.flatten(0, 1)[..., None]
         for start, stop, end, g in blocks:
             p = blocks.weights(start, stop, end, g)
             if factor is not None:
                 p.mul_(factor[g, start:stop])
-            before = seen + start
             rest = right[g, start:stop]
-            if before:
-                rest = torch.baddbmm(rest, p[..., :before], u[g, :before], alpha=-1)
-            system = p[..., before:]
+            if seen:
+                rest = torch.baddbmm(rest, p[..., :seen], earlier[g], alpha=-1)
+            if start:
+                rest = torch.baddbmm(rest, p[..., seen : seen + start], u[g, :start], alpha=-1)
+            system = p[..., seen + start :]
             system.diagonal(dim1=1, dim2=2).add_(diagonal[g, start:stop])
-            u[g, before:end] = _solve_lower(system, rest)
-        return u[:, seen:].unflatten(0, rows.shape[:2]).clone(memory_format=torch.contiguous_format)
+            u[g, start:stop] = _solve_lower(system, rest)
+        return u.unflatten(0, rows.shape[:2])
 
 
 @solve_blocks.register_fake
@@ -161,15 +162,15 @@ def solve_blocks_backward(
     with full_precision(rows.device):
         blocks = _Blocks(rows, cols, mask, segments, strict, block_size)
         seen = blocks.seen
-        full = torch.cat([past, u], 2).flatten(0, 1)
-        back = torch.cat([torch.zeros_like(past), du], 2).flatten(0, 1).mT.contiguous()  # becomes g'
+        full = (torch.cat([past, u], 2) if seen else u).flatten(0, 1)
+        back = torch.cat([torch.zeros_like(past).mT, du.mT], 3).flatten(0, 1)  # becomes g'
         d_rows, d_cols = (
             torch.empty_like(blocks.rows),
             torch.zeros_like(blocks.cols.mT, memory_format=torch.contiguous_format),
         )
         diagonal = ridge.flatten(0, 1)
         factor = None if gate is None else gate.flatten(0, 1)
-        d_gate = torch.zeros_like(diagonal if factor is not None else diagonal[:0])
+        d_gate = torch.zeros_like(diagonal)
         scores = torch.empty_like(blocks.weights_buffer)
         for start, stop, end, g in reversed(list(blocks)):
             p = blocks.weights(start, stop, end, g)
@@ -192,22 +193,19 @@ def solve_blocks_backward(
             d_rows[g, here] = torch.bmm(d_p, blocks.cols[g, :end])
             d_cols[g, :, :end].baddbmm_(blocks.rows[g, here].mT, d_p)
         shape = rows.shape[:2]
-        g_all = back.mT.unflatten(0, shape)
-        d_rhs = g_all[:, :, seen:].clone(memory_format=torch.contiguous_format)
-        d_ridge = -(d_rhs * u).sum(-1)
-        return (
-            d_rows.neg_().unflatten(0, shape),
-            d_cols.neg_().mT.clone(memory_format=torch.contiguous_format).unflatten(0, shape),
-            d_rhs,
-            d_ridge,
-            d_gate.view(ridge.shape) if gate is not None else d_gate,
-            g_all[:, :, :seen].clone(memory_format=torch.contiguous_format),
+        d_past, d_rhs = (t.mT.clone(memory_format=torch.contiguous_format) for t in back.split([seen, u.shape[2]], 2))
+        del back, full, scores, blocks  # their memory serves the copies to come
+        d_ridge = -(d_rhs * u.flatten(0, 1)).sum(-1)
+        d_cols = d_cols.neg_().mT.clone(memory_format=torch.contiguous_format)
+        d_rows, d_cols, d_rhs, d_ridge, d_gate, d_past = (
+            t.unflatten(0, shape) for t in (d_rows.neg_(), d_cols, d_rhs, d_ridge, d_gate, d_past)
         )
+        return d_rows, d_cols, d_rhs, d_ridge, d_gate, d_past
 
 
 @solve_blocks_backward.register_fake
 def _(du, u, rows, cols, ridge, gate, past, mask, segments, strict, block_size):
-    like = (rows, cols, u, ridge, ridge if gate is not None else ridge.new_empty(0), past)
+    like = (rows, cols, u, ridge, ridge, past)
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in like)
 
 
@@ -217,9 +215,9 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, du):
-    gate = ctx.saved_tensors[4]
-    rows, cols, rhs, ridge, d_gate, past = solve_blocks_backward(du, *ctx.saved_tensors, ctx.strict, ctx.block_size)
-    return rows, cols, rhs, ridge, None if gate is None else d_gate, past, None, None, None, None
+    saved = ctx.saved_tensors  # read once: activation checkpointing allows no second time
+    rows, cols, rhs, ridge, d_gate, past = solve_blocks_backward(du, *saved, ctx.strict, ctx.block_size)
+    return rows, cols, rhs, ridge, None if saved[4] is None else d_gate, past, None, None, None, None
 
 
 solve_blocks.register_autograd(_backward, setup_context=_save)
