@@ -2,17 +2,21 @@
 
 from .checks import repeat_heads, visible, zero_padding
 from .linear import LinearState, linear_attention, linear_attention_naive
+from .linear_solve import LinearSolveState, linear_kernel_solve, linear_kernel_solve_naive
 from .local_linear import local_linear_attention, local_linear_attention_naive
 from .softmax import softmax_attention, softmax_attention_naive
 from .solve import BIDIRECTIONAL_RIDGE, kernel_solve, kernel_solve_naive
 
 __all__ = [
     "BIDIRECTIONAL_RIDGE",
+    "LinearSolveState",
     "LinearState",
     "kernel_solve",
     "kernel_solve_naive",
     "linear_attention",
     "linear_attention_naive",
+    "linear_kernel_solve",
+    "linear_kernel_solve_naive",
     "local_linear_attention",
     "local_linear_attention_naive",
     "repeat_heads",

@@ -17,7 +17,7 @@ from torch import Tensor
 FLOOR = -1e30  # the log scale of "no key yet": finite, so that FLOOR - FLOOR is 0 and never NaN
 LOG2_E = math.log2(math.e)
 CACHE_BYTES = 1 << 20  # query and key features of one chunk of the heads worked together: a second-level cache
-CPU_CHUNK = 128  # longer chunks only add work above the diagonal, and leave the cache
+CPU_CHUNK = 64  # longer chunks only add work above the diagonal; of 32 the matrices are too small
 
 
 def chunk_length(device: torch.device, chunk_size: int) -> int:

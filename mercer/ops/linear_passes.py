@@ -17,7 +17,7 @@ from .linear_chunks import FLOOR, Documents, Piece, Tokens, chunk_length, exp_, 
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """Some folded heads over a stretch of tokens that can be worked by itself; padded keys and values are gone."""
 
     rows: Float[Tensor, "N G T m"]
@@ -34,26 +34,27 @@ class _Part:
         return real[:, at] if real is not None and real.shape[1] == self.rows.shape[2] else None
 
     def row_weights(self, at: slice, shift: Tensor) -> Float[Tensor, "N Gn m"]:
-        """Return exp(log_q + shift), each row divided by its largest entry; padded rows as if log_q were 0."""
+        """Return exp(log_q + shift), each row divided by its largest entry; zeros in padded rows."""
         weights, real = self.rows[:, :, at] + shift[:, None, None], self.real(at)
-        if real is not None:  # whatever a padded row holds, NaN too, must not reach the keys through 0 * NaN
-            weights = torch.where(real[:, None, :, None], weights, shift[:, None, None])
         weights -= weights.amax(-1, keepdim=True).clamp_min_(FLOOR)
-        return exp_(weights).flatten(1, 2)
+        exp_(weights)
+        if real is not None:  # whatever a padded row holds, NaN too, must not reach the keys through 0 * NaN
+            weights.masked_fill_(~real[:, None, :, None], 0)
+        return weights.flatten(1, 2)
 
     def key_weights(self, at: slice, shift: Tensor) -> Float[Tensor, "N n m"]:
         """Return exp(log_k - shift)."""
         return exp_(self.keys[:, at] - shift[:, None])
 
-    def write_row_gradient(self, at: slice, grad: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Write the gradient of log_q, given that of its weights."""
-        torch.mul(grad.view_as(out), weights.view_as(out), out=out)
-        real = self.real(at)
-        if real is not None:
-            out.masked_fill_(~real[:, None, :, None], 0)
+    def piece_weights(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weights of keys and of rows, and those between them that look back, [N, G n, n]."""
+        at = slice(piece.start, piece.stop)
+        key_weights, row_weights = self.key_weights(at, piece.shift), self.row_weights(at, piece.shift)
+        near = look_back_(torch.bmm(row_weights, key_weights.mT), self.rows.shape[1], piece.parts)
+        return key_weights, row_weights, near
 
 
-def _near_(weights: Float[Tensor, "N Gn n"], groups: int, parts: Documents | None) -> Float[Tensor, "N Gn n"]:
+def look_back_(weights: Float[Tensor, "N Gn n"], groups: int, parts: Documents | None) -> Float[Tensor, "N Gn n"]:
     """Keep, in place, the weights that look back, within one document."""
     square = weights.view(weights.shape[0], groups, -1, weights.shape[2]).tril_()
     if parts is not None:
@@ -61,13 +62,13 @@ def _near_(weights: Float[Tensor, "N Gn n"], groups: int, parts: Documents | Non
     return weights
 
 
-def _only_(x: Float[Tensor, "N Gn d"], keep: Bool[Tensor, "N n 1"]) -> Float[Tensor, "N Gn d"]:
+def keep_rows_(x: Float[Tensor, "N Gn d"], keep: Bool[Tensor, "N n 1"]) -> Float[Tensor, "N Gn d"]:
     """Zero, in place, the rows that are not to be kept."""
     x.view(x.shape[0], -1, keep.shape[1], x.shape[2]).masked_fill_(~keep[:, None], 0)
     return x
 
 
-def _advance_(sums: Tensor, key_weights: Tensor, values: Tensor, piece: Piece) -> Float[Tensor, "N m W"]:
+def advance_(sums: Tensor, key_weights: Tensor, values: Tensor, piece: Piece) -> Float[Tensor, "N m W"]:
     """Add the keys of a piece, in place, to sums that stand at its shift already."""
     if piece.parts is None:
         return sums.baddbmm_(key_weights.mT, values)
@@ -83,7 +84,7 @@ def _write(out: Float[Tensor, "N Gn W"], o: Float[Tensor, "N G n Dv"], inverse: 
     torch.mul(out[..., :-1], inverse, out=o)
 
 
-def _row_gradients(grad_o: Tensor, o: Tensor, inverse: Tensor) -> Float[Tensor, "N Gn W"]:
+def row_gradients(grad_o: Tensor, o: Tensor, inverse: Tensor) -> Float[Tensor, "N Gn W"]:
     """Return the gradient of the undivided sums of rows."""
     grad = grad_o.new_empty(*grad_o.shape[:-1], grad_o.shape[-1] + 1)
     torch.mul(grad_o, inverse, out=grad[..., :-1])
@@ -91,82 +92,95 @@ def _row_gradients(grad_o: Tensor, o: Tensor, inverse: Tensor) -> Float[Tensor, 
     return grad.flatten(1, 2)
 
 
-def _causal_forward(part: _Part, o: Tensor, inverse: Tensor) -> Tensor:
+def _causal_forward(part: Part, o: Tensor, inverse: Tensor) -> Tensor:
     """Write o and inverse; carry the sums on in place and return their scale after the last token."""
     sums, scale = part.sums, part.scale
     for chunk in plan(part.keys, scale, part.tokens, part.size):
         for piece in chunk:
-            at, parts = slice(piece.start, piece.stop), piece.parts
-            key_weights, row_weights = part.key_weights(at, piece.shift), part.row_weights(at, piece.shift)
-            near = _near_(torch.bmm(row_weights, key_weights.mT), o.shape[1], parts)
-            out = torch.bmm(row_weights, sums.mul_(piece.decay))
-            if parts is not None:
-                _only_(out, parts.opening)
+            at, scale = slice(piece.start, piece.stop), piece.scale
+            key_weights, row_weights, near = part.piece_weights(piece)
+            out = far_sums(row_weights, sums.mul_(piece.decay), piece)
             _write(out.baddbmm_(near, part.values[:, at]), o[:, :, at], inverse[:, :, at])
-            _advance_(sums, key_weights, part.values[:, at], piece)
-            scale = piece.scale
+            advance_(sums, key_weights, part.values[:, at], piece)
     return scale
 
 
-def _entering(part: _Part, sums: Tensor, groups: list[list[Piece]]) -> list[Tensor]:
+def far_sums(row_weights: Tensor, sums: Tensor, piece: Piece) -> Float[Tensor, "N Gn W"]:
+    """Return what rows see of the sums that enter the piece."""
+    out = torch.bmm(row_weights, sums)
+    return out if piece.parts is None else keep_rows_(out, piece.parts.opening)
+
+
+def entering_sums(part: Part, sums: Tensor, groups: list[list[Piece]]) -> list[Tensor]:
     """Return the sums that enter each of these consecutive groups of pieces, `sums` entering the first."""
     entering = [sums]
     for pieces in groups[:-1]:
         sums = sums.clone()
         for piece in pieces:
             at = slice(piece.start, piece.stop)
-            _advance_(sums.mul_(piece.decay), part.key_weights(at, piece.shift), part.values[:, at], piece)
+            advance_(sums.mul_(piece.decay), part.key_weights(at, piece.shift), part.values[:, at], piece)
         entering.append(sums)
     return entering
 
 
-def _causal_backward(part: _Part, o: Tensor, inverse: Tensor, grad_o: Tensor, grad_sums: Tensor, outs) -> Tensor:
-    """Write the gradients of rows, keys and values into `outs`; return that of the sums that entered.
-
-    The sums are recomputed: those entering the chunks are kept, and, of one chunk at a time, those entering its pieces.
-    """
-    chunks = plan(part.keys, part.scale, part.tokens, part.size)
-    grad_sums = grad_sums.clone()
-    entering = _entering(part, part.sums, chunks)
-    for number in reversed(range(len(chunks))):
-        pieces = chunks[number]
-        inside = _entering(part, entering[number], [[piece] for piece in pieces])
-        for piece, before in zip(reversed(pieces), reversed(inside), strict=True):
-            at = slice(piece.start, piece.stop)
-            grad = _row_gradients(grad_o[:, :, at], o[:, :, at], inverse[:, :, at])
-            _piece_backward(part, piece, before, grad, grad_sums, outs)
+def _causal_backward(part: Part, o: Tensor, inverse: Tensor, grad_o: Tensor, grad_sums: Tensor, outs) -> Tensor:
+    """Write the gradients of rows, keys and values into `outs`; return that of the sums that entered."""
+    grad_rows, grad_keys, grad_values = outs
+    for piece, before in pieces_backwards(part):
+        at, weights = slice(piece.start, piece.stop), part.piece_weights(piece)
+        grad = row_gradients(grad_o[:, :, at], o[:, :, at], inverse[:, :, at])
+        closing = lift_(grad_sums, weights[0], piece)
+        grad_value = torch.bmm(weights[2].mT, grad).baddbmm_(closing, grad_sums)
+        grad_values[:, at] = grad_value[..., :-1]
+        weight_gradients_(part, piece, weights, before, grad, grad_sums, (grad_rows[:, :, at], grad_keys[:, at]))
     return grad_sums
 
 
-def _piece_backward(part: _Part, piece: Piece, before: Tensor, grad: Tensor, grad_sums: Tensor, outs) -> None:
-    """Do one piece of `_causal_backward`: in place, `grad_sums` goes from the leaving sums to the entering ones."""
-    at, parts, groups = slice(piece.start, piece.stop), piece.parts, part.rows.shape[1]
-    grad_rows, grad_keys, grad_values = (x[..., at, :] for x in outs)
-    key_weights, row_weights = part.key_weights(at, piece.shift), part.row_weights(at, piece.shift)
-    values, closing = part.values[:, at], key_weights
-    near = _near_(torch.bmm(row_weights, key_weights.mT), groups, parts)
-    grad_near = _near_(torch.bmm(grad, values.mT), groups, parts)
+def pieces_backwards(part: Part) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield the pieces from the last to the first, each with the sums that enter it, recomputed.
 
-    grad_value = torch.bmm(near.mT, grad)
+    Those entering the chunks are kept, and, of one chunk at a time, those entering its pieces.
+    """
+    chunks = plan(part.keys, part.scale, part.tokens, part.size)
+    entering = entering_sums(part, part.sums, chunks) if chunks else []
+    for pieces in reversed(chunks):
+        inside = entering_sums(part, entering.pop(), [[piece] for piece in pieces])
+        yield from zip(reversed(pieces), reversed(inside), strict=True)
+
+
+def lift_(grad_sums: Tensor, key_weights: Tensor, piece: Piece) -> Float[Tensor, "N n m"]:
+    """Count, in place, the gradient of the leaving sums at the shift of the piece; return the keys that reach them."""
+    if piece.parts is None:
+        return key_weights
+    grad_sums.mul_(piece.lift)
+    return key_weights * piece.parts.closing
+
+
+def weight_gradients_(part: Part, piece: Piece, weights, before: Tensor, grad: Tensor, grad_sums: Tensor, outs) -> None:
+    """Write the gradients of log_q and log_k in one piece into `outs`.
+
+    In place, `grad_sums` goes from the leaving sums, at the shift of the piece, to the entering ones; `grad`, of the
+    undivided sums of rows, is used up.
+    """
+    at, parts, (key_weights, row_weights, _) = slice(piece.start, piece.stop), piece.parts, weights
+    grad_rows, grad_keys = outs
+    values = part.values[:, at]
+    grad_near = look_back_(torch.bmm(grad, values.mT), part.rows.shape[1], parts)
     grad_row = torch.bmm(grad_near, key_weights)
     grad_key = torch.bmm(grad_near.mT, row_weights)
     if parts is not None:
-        grad_sums.mul_(piece.lift)
-        _only_(grad, parts.opening)
-        values, closing = values * parts.closing, closing * parts.closing
-    grad_value.baddbmm_(closing, grad_sums)
+        keep_rows_(grad, parts.opening)
+        values = values * parts.closing
     grad_row.baddbmm_(grad, (before * piece.decay).mT)
     grad_key.baddbmm_(values, grad_sums.mT)
     if parts is not None:
         grad_sums.mul_(parts.through)
     grad_sums.baddbmm_(row_weights.mT, grad).mul_(piece.decay)
-
-    part.write_row_gradient(at, grad_row, row_weights, grad_rows)
+    torch.mul(grad_row.view_as(grad_rows), row_weights.view_as(grad_rows), out=grad_rows)
     torch.mul(grad_key, key_weights, out=grad_keys)
-    grad_values.copy_(grad_value[..., :-1])
 
 
-def _full_sums_(part: _Part, sums: Tensor) -> Tensor:
+def _full_sums_(part: Part, sums: Tensor) -> Tensor:
     """Add all keys to the sums of the state, in place; return their scale."""
     shift = torch.maximum(part.scale, part.keys.amax(1)) if part.keys.shape[1] else part.scale
     sums.mul_(exp_(part.scale - shift)[..., None])
@@ -176,7 +190,7 @@ def _full_sums_(part: _Part, sums: Tensor) -> Tensor:
     return shift
 
 
-def _full_forward(part: _Part, o: Tensor, inverse: Tensor) -> Tensor:
+def _full_forward(part: Part, o: Tensor, inverse: Tensor) -> Tensor:
     """Do `_causal_forward` where every row sees every key."""
     shift = _full_sums_(part, part.sums)
     for start in range(0, part.rows.shape[2], part.size):
@@ -185,16 +199,17 @@ def _full_forward(part: _Part, o: Tensor, inverse: Tensor) -> Tensor:
     return shift
 
 
-def _full_backward(part: _Part, o: Tensor, inverse: Tensor, grad_o: Tensor, grad_sums: Tensor, outs) -> Tensor:
+def _full_backward(part: Part, o: Tensor, inverse: Tensor, grad_o: Tensor, grad_sums: Tensor, outs) -> Tensor:
     """Do `_causal_backward` where every row sees every key."""
     grad_rows, grad_keys, grad_values = outs
-    sums, grad_sums = part.sums.clone(), grad_sums.clone()
+    sums = part.sums.clone()
     shift = _full_sums_(part, sums)
     for start in range(0, part.rows.shape[2], part.size):
         at = slice(start, start + part.size)
-        grad = _row_gradients(grad_o[:, :, at], o[:, :, at], inverse[:, :, at])
+        grad = row_gradients(grad_o[:, :, at], o[:, :, at], inverse[:, :, at])
         weights = part.row_weights(at, shift)
-        part.write_row_gradient(at, torch.bmm(grad, sums.mT), weights, grad_rows[:, :, at])
+        out = grad_rows[:, :, at]
+        torch.mul(torch.bmm(grad, sums.mT).view_as(out), weights.view_as(out), out=out)
         grad_sums.baddbmm_(weights.mT, grad)
     for start in range(0, part.keys.shape[1], part.size):
         at = slice(start, start + part.size)
@@ -205,7 +220,7 @@ def _full_backward(part: _Part, o: Tensor, inverse: Tensor, grad_o: Tensor, grad
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class Stretch:
     """Which heads and tokens make a part."""
 
     heads: slice
@@ -216,7 +231,7 @@ class _Stretch:
 
 
 @dataclass(frozen=True)
-class _Problem:
+class Problem:
     """The arguments of the operator with the heads folded."""
 
     rows: Float[Tensor, "N G T m"]
@@ -230,15 +245,15 @@ class _Problem:
     size: int
 
     @classmethod
-    def of(cls, log_q, log_k, v, sums, scale, mask, documents, last, causal, chunk_size) -> "_Problem":
+    def of(cls, log_q, log_k, v, sums, scale, mask, documents, last, causal, chunk_size) -> "Problem":
         """Fold the heads."""
         occupied = (scale > FLOOR).flatten(1).any(1)
         tokens = tokens_of(mask, documents, last, occupied, log_k.shape[1])
         keys, values, sums, scale = (x.flatten(0, 1) for x in (log_k, v, sums, scale))
         size = chunk_length(log_k.device, chunk_size)
-        return cls(_fold(log_q, keys), keys, values, sums, scale, tokens, last.shape[0], causal, size)
+        return cls(fold(log_q, keys), keys, values, sums, scale, tokens, last.shape[0], causal, size)
 
-    def stretches(self) -> Iterator[_Stretch]:
+    def stretches(self) -> Iterator[Stretch]:
         """Yield a few heads at a time, so that a chunk of them stays in the cache; without causality, each document."""
         count, length, features = self.keys.shape
         if not count:
@@ -248,7 +263,7 @@ class _Problem:
             step = heads_at_once(self.keys.device, count, (self.rows.shape[1] + 1) * min(self.size, length) * row_bytes)
             for start in range(0, count, step):
                 heads = slice(start, min(start + step, count))
-                yield _Stretch(heads, slice(None), self.tokens.of_heads(heads.start, heads.stop), True, True)
+                yield Stretch(heads, slice(None), self.tokens.of_heads(heads.start, heads.stop), True, True)
             return
         for first in range(0, count, count // self.batch):
             heads = slice(first, first + count // self.batch)
@@ -257,9 +272,9 @@ class _Problem:
             for run, run_length in zip(runs.tolist(), lengths.tolist(), strict=True):
                 start, stop = stop, stop + run_length
                 real = None if self.tokens.real is None else self.tokens.real[heads, start:stop]
-                yield _Stretch(heads, slice(start, stop), Tokens(real=real), run == 0, stop == length)
+                yield Stretch(heads, slice(start, stop), Tokens(real=real), run == 0, stop == length)
 
-    def part(self, stretch: _Stretch) -> _Part:
+    def part(self, stretch: Stretch) -> Part:
         """Cut a stretch out, without what padded tokens hold; its sums are a view of these."""
         heads, span, real = stretch.heads, stretch.span, stretch.tokens.real
         keys, given = self.keys[heads, span], self.values[heads, span]
@@ -271,10 +286,10 @@ class _Problem:
         sums, scale = self.sums[heads], self.scale[heads]
         if not stretch.opens:
             sums, scale = torch.zeros_like(sums), torch.full_like(scale, FLOOR)
-        return _Part(self.rows[heads, :, span], keys, values, sums, scale, stretch.tokens, self.size)
+        return Part(self.rows[heads, :, span], keys, values, sums, scale, stretch.tokens, self.size)
 
 
-def _fold(x: Tensor, keys: Tensor) -> Float[Tensor, "N G T d"]:
+def fold(x: Tensor, keys: Tensor) -> Float[Tensor, "N G T d"]:
     groups = x.shape[0] * x.shape[1] // max(keys.shape[0], 1)
     return x.reshape(keys.shape[0], groups, *x.shape[2:])
 
@@ -292,8 +307,8 @@ def linear_attention_op(log_q, log_k, v, sums, scale, mask, documents, last, cau
     inverse = sums.new_empty(*log_q.shape[:3], 1)
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
     with full_precision(log_q.device):
-        problem = _Problem.of(log_q, log_k, v, new_sums, scale, mask, documents, last, causal, chunk_size)
-        folded = [_fold(x, problem.keys) for x in (o, inverse)]
+        problem = Problem.of(log_q, log_k, v, new_sums, scale, mask, documents, last, causal, chunk_size)
+        folded = [fold(x, problem.keys) for x in (o, inverse)]
         for stretch in problem.stretches():
             part, forward = problem.part(stretch), _causal_forward if causal else _full_forward
             new_scale.flatten(0, 1)[stretch.heads] = forward(part, *(x[stretch.heads, :, stretch.span] for x in folded))
@@ -312,13 +327,13 @@ def _backward_op(grad_o, grad_sums, o, inverse, log_q, log_k, v, sums, scale, ma
     grads = [x.new_empty(x.shape) for x in (log_q, log_k, v)]
     grad_before = sums.new_zeros(sums.shape)
     with full_precision(log_q.device):
-        problem = _Problem.of(log_q, log_k, v, sums, scale, mask, documents, last, causal, size)
-        folded, after = [_fold(x, problem.keys) for x in (o, inverse, grad_o, grads[0])], grad_sums.flatten(0, 1)
+        problem = Problem.of(log_q, log_k, v, sums, scale, mask, documents, last, causal, size)
+        folded, after = [fold(x, problem.keys) for x in (o, inverse, grad_o, grads[0])], grad_sums.flatten(0, 1)
         for stretch in problem.stretches():
             heads, span = stretch.heads, stretch.span
             o_, inverse_, grad_o_, grad_rows = (x[heads, :, span] for x in folded)
             outs = (grad_rows, *(x.flatten(0, 1)[heads, span] for x in grads[1:]))
-            leaving = after[heads] if stretch.closes else torch.zeros_like(after[heads])
+            leaving = after[heads].clone() if stretch.closes else torch.zeros_like(after[heads])
             backward = _causal_backward if causal else _full_backward
             entering = backward(problem.part(stretch), o_, inverse_, grad_o_, leaving, outs)
             if stretch.opens:

@@ -1,0 +1,160 @@
+"""Kernel systems with feature-space weights: the quadratic definition, and the same in linear time, constant state."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .checks import check_heads, check_mask, check_segments, full_precision, repeat_heads, zero_padding
+from .linear_chunks import document_ids
+from .linear_definition import Definition, Sums, segment_after
+from .linear_solve_passes import linear_kernel_solve_op
+from .solve import _per_row
+
+
+@dataclass(frozen=True)
+class LinearSolveState:
+    """What forward substitution in feature space remembers: its size does not depend on the length.
+
+    Per feature f, over the real tokens of the current document, `S = sum_j exp(log_cols_jf - c_f) u_j` and
+    `z = sum_j exp(log_cols_jf - c_f)`. Gradients flow through S and z; c only fixes the unit they are counted in.
+
+    Attributes:
+        sums: S and, as a last column, z: W = Dv + 1.
+        c: log scale of both, -1e30 where there is no key yet.
+        segment: the document the sums belong to; 0 where no segments were given.
+    """
+
+    sums: Float[Tensor, "B H m W"]
+    c: Float[Tensor, "B H m"]
+    segment: Int[Tensor, " B"]
+
+    @property
+    def S(self) -> Float[Tensor, "B H m Dv"]:
+        """Sums of weighted solutions."""
+        return self.sums[..., :-1]
+
+    @property
+    def z(self) -> Float[Tensor, "B H m"]:
+        """Sums of weights."""
+        return self.sums[..., -1]
+
+
+def linear_kernel_solve_naive(
+    log_rows: Float[Tensor, "B H T m"],
+    log_cols: Float[Tensor, "B Hc T m"],
+    rhs: Float[Tensor, "B Hv T Dv"],
+    *,
+    ridge: float | Tensor,
+    mask: Bool[Tensor, "B T"] | None = None,
+    segments: Int[Tensor, "B T"] | None = None,
+    state: LinearSolveState | None = None,
+) -> tuple[Float[Tensor, "B _ T Dv"], LinearSolveState]:
+    """Solve (P + diag(ridge)) u = rhs, P_ij = w_ij / sum_j w_ij, by building P and calling a dense solver.
+
+    `w_ij = sum_f exp(log_rows_if + log_cols_jf)` over j <= i. Quadratic in memory, cubic in time, differentiable by
+    autograd to any order. Arguments, returns and errors are those of `linear_kernel_solve`.
+
+    Cost: O(B H T^2 (T + m)) time, O(B H T^2 m) memory.
+
+    >>> r = torch.zeros(1, 1, 2, 4)
+    >>> linear_kernel_solve_naive(r, r, torch.tensor([[[[1.0], [2.0]]]]), ridge=0.0)[0].flatten()
+    tensor([1., 3.])
+    """
+    with full_precision(log_rows.device):
+        log_rows, log_cols, right, ridge_, past = _prepare(log_rows, log_cols, rhs, ridge, mask, segments, state)
+        definition = Definition.of(log_cols, mask, segments, past)
+        weights, before, total = definition.weights(log_rows)
+        system = weights / total + torch.diag_embed(ridge_)
+        u = torch.linalg.solve_triangular(system, right - before @ past.sums[..., :-1] / total, upper=False)
+        after = definition.sums_after(u)
+        return u.to(rhs.dtype), LinearSolveState(sums=after.sums, c=after.c, segment=after.segment)
+
+
+def linear_kernel_solve(
+    log_rows: Float[Tensor, "B H T m"],
+    log_cols: Float[Tensor, "B Hc T m"],
+    rhs: Float[Tensor, "B Hv T Dv"],
+    *,
+    ridge: float | Tensor,
+    mask: Bool[Tensor, "B T"] | None = None,
+    segments: Int[Tensor, "B T"] | None = None,
+    state: LinearSolveState | None = None,
+    chunk_size: int = 64,
+) -> tuple[Float[Tensor, "B _ T Dv"], LinearSolveState]:
+    """Solve the causal kernel system (P + diag(ridge)) u = rhs with feature-space weights P, in linear time.
+
+    `P_ij = w_ij / sum_j w_ij`, `w_ij = sum_f exp(log_rows_if + log_cols_jf)` over j <= i: Cubit's system with a feature
+    map in place of the exponential kernel. Equal to `linear_kernel_solve_naive`; what lies before a chunk enters
+    through carried sums, `u_t = (rhs_t - phi(row_t)' S / n_t) / (P_tt + ridge)`, and inside a chunk one triangular
+    system is solved. Through features the diagonal is no longer the largest weight of its row, so the ridge carries
+    the stability: 0.1 is a good start.
+
+    Args:
+        log_rows: log features of the rows.
+        log_cols: log features of the columns.
+        rhs: right-hand sides.
+        ridge: added to the diagonal; a float, [H], or anything that broadcasts to [B, H, T].
+        mask: True = real token, over the new tokens; padded tokens are seen by none, and their u is 0.
+        segments: equal = same packed document; a document is one run of tokens. Continues the state's if it starts so.
+        state: what an earlier call returned.
+        chunk_size: tokens solved together.
+
+    Returns:
+        u of as many heads as the widest input has, in the dtype of rhs, and the state after the last token.
+
+    Raises:
+        ValueError: shapes do not fit together, or a segment comes back after another one.
+
+    Cost: O(B H T m (Dv + chunk_size)) time; the backward pass, which is written by hand, recomputes everything from
+    inputs, u and one number a row, and cannot itself be differentiated.
+
+    Source: Cubit (arXiv:2605.06501), eq. 9-11, with phi(r).phi(r_unit) in place of exp(r.r_unit): ours.
+
+    >>> r = torch.zeros(1, 1, 2, 4)  # equal weights: P = [[1, 0], [1/2, 1/2]]
+    >>> u, state = linear_kernel_solve(r, r, torch.tensor([[[[1.0], [2.0]]]]), ridge=0.0)
+    >>> u.flatten()
+    tensor([1., 3.])
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size ({chunk_size}) must be at least 1")
+    log_rows, log_cols, right, ridge_, past = _prepare(log_rows, log_cols, rhs, ridge, mask, segments, state)
+    documents = document_ids(mask, segments, past.segment)
+    u, _, sums, c = linear_kernel_solve_op(
+        log_rows, log_cols, right, ridge_, past.sums, past.c, mask, documents, past.segment, chunk_size
+    )
+    state = LinearSolveState(sums=sums, c=c, segment=segment_after(documents, past))
+    return u.to(rhs.dtype), state
+
+
+def _prepare(
+    log_rows: Tensor,
+    log_cols: Tensor,
+    rhs: Tensor,
+    ridge: float | Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    state: LinearSolveState | None,
+) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "B H T"], Sums]:
+    """Check the boundary; bring all to the same heads, right-hand sides to zeros and the ridge to 1 where padded."""
+    heads = max(x.shape[1] for x in (log_rows, log_cols, rhs))
+    check_heads(heads, log_rows=log_rows, log_cols=log_cols, rhs=rhs)
+    batch, _, length, features = log_rows.shape
+    if (log_cols.shape[0], *log_cols.shape[2:]) != (batch, length, features):
+        raise ValueError(
+            f"log_cols {tuple(log_cols.shape)} must have the batch, tokens and features of log_rows "
+            f"{tuple(log_rows.shape)}; pass the past as state"
+        )
+    if rhs.shape[0] != batch or rhs.shape[2] != length:
+        raise ValueError(f"rhs {tuple(rhs.shape)} must have the batch and tokens of log_rows {tuple(log_rows.shape)}")
+    check_mask(mask, batch, length)
+    check_segments(segments, batch, length)
+    needed = (batch, heads, features, rhs.shape[3])
+    if state is not None and tuple(state.S.shape) != needed:
+        raise ValueError(f"state holds sums S {tuple(state.S.shape)}; these inputs need {needed}")
+    log_rows, log_cols, rhs = (repeat_heads(x, heads) for x in (log_rows, log_cols, rhs))
+    past = Sums.of(state, log_cols, rhs, log_rows)
+    right = zero_padding(rhs.to(past.sums.dtype), mask)
+    ridge_ = _per_row("ridge", ridge, right)
+    return log_rows, log_cols, right, ridge_ if mask is None else ridge_.masked_fill(~mask[:, None], 1.0), past
