@@ -7,7 +7,6 @@ nothing until a folder of that type is read: only then are its classes generated
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
