@@ -157,7 +157,7 @@ def lift_(grad_sums: Tensor, key_weights: Tensor, piece: Piece) -> Float[Tensor,
 
 
 def weight_gradients_(part: Part, piece: Piece, weights, before: Tensor, grad: Tensor, grad_sums: Tensor, outs) -> None:
-    """Write the gradients of log_q and log_k in one piece into `outs`.
+    """Write the gradients of log_q and log_k in one piece into `outs`; added up if they are one tensor.
 
     In place, `grad_sums` goes from the leaving sums, at the shift of the piece, to the entering ones; `grad`, of the
     undivided sums of rows, is used up.
@@ -177,7 +177,10 @@ def weight_gradients_(part: Part, piece: Piece, weights, before: Tensor, grad: T
         grad_sums.mul_(parts.through)
     grad_sums.baddbmm_(row_weights.mT, grad).mul_(piece.decay)
     torch.mul(grad_row.view_as(grad_rows), row_weights.view_as(grad_rows), out=grad_rows)
-    torch.mul(grad_key, key_weights, out=grad_keys)
+    if grad_keys is None:
+        grad_rows.addcmul_(grad_key.view_as(grad_rows), key_weights.view_as(grad_rows))
+    else:
+        torch.mul(grad_key, key_weights, out=grad_keys)
 
 
 def _full_sums_(part: Part, sums: Tensor) -> Tensor:

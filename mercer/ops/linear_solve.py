@@ -93,7 +93,7 @@ def linear_kernel_solve(
 
     Args:
         log_rows: log features of the rows.
-        log_cols: log features of the columns.
+        log_cols: log features of the columns. The same tensor as `log_rows` costs less than an equal one.
         rhs: right-hand sides.
         ridge: added to the diagonal; a float, [H], or anything that broadcasts to [B, H, T].
         mask: True = real token, over the new tokens; padded tokens are seen by none, and their u is 0.
@@ -119,10 +119,11 @@ def linear_kernel_solve(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size ({chunk_size}) must be at least 1")
+    one = log_rows is log_cols and log_rows.shape[1] >= rhs.shape[1]
     log_rows, log_cols, right, ridge_, past = _prepare(log_rows, log_cols, rhs, ridge, mask, segments, state)
     documents = document_ids(mask, segments, past.segment)
     u, _, sums, c = linear_kernel_solve_op(
-        log_rows, log_cols, right, ridge_, past.sums, past.c, mask, documents, past.segment, chunk_size
+        log_rows, None if one else log_cols, right, ridge_, past.sums, past.c, mask, documents, past.segment, chunk_size
     )
     state = LinearSolveState(sums=sums, c=c, segment=segment_after(documents, past))
     return u.to(rhs.dtype), state

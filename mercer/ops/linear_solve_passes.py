@@ -62,8 +62,8 @@ class _Solved:
 
 
 def _backward(part: Part, solved: _Solved, grad_sums: Tensor, outs) -> Tensor:
-    """Write the gradients of rows, columns, rhs and ridge into `outs`; return that of the sums that entered."""
-    grad_rows, grad_keys, grad_right, grad_ridge = outs
+    """Write the gradients of rhs, ridge, rows and columns into `outs`; return that of the sums that entered."""
+    grad_right, grad_ridge, grad_rows, *grad_keys = outs
     for piece, before in pieces_backwards(part):
         at, weights = slice(piece.start, piece.stop), part.piece_weights(piece)
         closing, inverse = lift_(grad_sums, weights[0], piece), solved.inverse[:, at]
@@ -73,12 +73,13 @@ def _backward(part: Part, solved: _Solved, grad_sums: Tensor, outs) -> Tensor:
         grad_right[:, at] = g
         grad_ridge[:, at] = -(g * solved.u[:, at]).sum(-1)
         grad = row_gradients(-g[:, None], solved.smooth[:, None, at], inverse[:, None])
-        weight_gradients_(part, piece, weights, before, grad, grad_sums, (grad_rows[:, :, at], grad_keys[:, at]))
+        written = (grad_rows[:, None, at], grad_keys[0][:, at] if grad_keys else None)
+        weight_gradients_(part, piece, weights, before, grad, grad_sums, written)
     return grad_sums
 
 
 _ARGUMENTS = (
-    "Tensor log_rows, Tensor log_cols, Tensor rhs, Tensor ridge, Tensor sums, Tensor scale, Tensor? mask, "
+    "Tensor log_rows, Tensor? log_cols, Tensor rhs, Tensor ridge, Tensor sums, Tensor scale, Tensor? mask, "
     "Tensor? documents, Tensor last, int chunk_size"
 )
 
@@ -87,7 +88,11 @@ _ARGUMENTS = (
     "mercer::linear_kernel_solve", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def linear_kernel_solve_op(log_rows, log_cols, rhs, ridge, sums, scale, mask, documents, last, chunk_size):
-    """Return u, one over the weight of each row, and the sums and their scale after the last token."""
+    """Return u, one over the weight of each row, and the sums and their scale after the last token.
+
+    `log_cols` None: those of the rows.
+    """
+    log_cols = log_rows if log_cols is None else log_cols
     u, inverse = sums.new_empty(rhs.shape), sums.new_empty(*rhs.shape[:3], 1)
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
     with full_precision(rhs.device):
@@ -102,26 +107,27 @@ def linear_kernel_solve_op(log_rows, log_cols, rhs, ridge, sums, scale, mask, do
 @torch.library.custom_op(
     "mercer::linear_kernel_solve_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_u, Tensor grad_sums, Tensor u, Tensor inverse, {_ARGUMENTS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad_u, Tensor grad_sums, Tensor u, Tensor inverse, {_ARGUMENTS}) -> Tensor[]",
 )
 def _backward_op(
     grad_u, grad_sums, u, inverse, log_rows, log_cols, rhs, ridge, sums, scale, mask, documents, last, chunk_size
 ):
-    """Return the gradients of log_rows, log_cols, rhs, ridge and the sums that entered."""
-    grads = [x.new_empty(x.shape) for x in (log_rows, log_cols, rhs, ridge, sums)]
+    """Return the gradients of rhs, ridge, the sums that entered, log_rows and, where given, log_cols."""
+    cols = [] if log_cols is None else [log_cols]
+    grads = [x.new_empty(x.shape) for x in (rhs, ridge, sums, log_rows, *cols)]
     if mask is not None:
         grad_u = grad_u.masked_fill(~mask[:, None, :, None], 0)
     with full_precision(rhs.device):
-        problem = Problem.of(log_rows, log_cols, u, sums, scale, mask, documents, last, True, chunk_size)
+        keys = cols[0] if cols else log_rows
+        problem = Problem.of(log_rows, keys, u, sums, scale, mask, documents, last, True, chunk_size)
         smooth = torch.addcmul(rhs, ridge[..., None], u, value=-1)
         solved = _Solved(*(x.flatten(0, 1) for x in (ridge, u, inverse, grad_u, smooth)))
-        leaving, rows, *others, entering = (x.flatten(0, 1) for x in (grad_sums, *grads))
+        leaving, right, ridges, entering, *logs = (x.flatten(0, 1) for x in (grad_sums, *grads))
         for stretch in problem.stretches():
             at = stretch.heads
-            outs = (rows[at, None], *(x[at] for x in others))
+            outs = (right[at], ridges[at], *(x[at] for x in logs))
             entering[at] = _backward(problem.part(stretch), solved.of_heads(at), leaving[at].clone(), outs)
-    return tuple(grads)
+    return grads
 
 
 @linear_kernel_solve_op.register_fake
@@ -132,7 +138,7 @@ def _(log_rows, log_cols, rhs, ridge, sums, scale, mask, documents, last, chunk_
 
 @_backward_op.register_fake
 def _(grad_u, grad_sums, u, inverse, log_rows, log_cols, rhs, ridge, sums, *others):
-    return tuple(x.new_empty(x.shape) for x in (log_rows, log_cols, rhs, ridge, sums))
+    return [x.new_empty(x.shape) for x in (rhs, ridge, sums, log_rows, log_cols) if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -141,8 +147,8 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, grad_u, grad_inverse, grad_sums, grad_scale):
-    grads = _backward_op(grad_u, grad_sums, *ctx.saved_tensors, ctx.size)
-    return *grads, None, None, None, None, None
+    right, ridge, sums, rows, *cols = _backward_op(grad_u, grad_sums, *ctx.saved_tensors, ctx.size)
+    return rows, *(cols or [None]), right, ridge, sums, None, None, None, None, None
 
 
 linear_kernel_solve_op.register_autograd(_differentiate, setup_context=_save)

@@ -128,6 +128,19 @@ def test_fewer_heads_equal_repeated_ones(heads):
     torch.testing.assert_close(few, linear_kernel_solve(*repeated, ridge=0.3, chunk_size=CHUNK)[0])
 
 
+@pytest.mark.parametrize("rhs_heads", [2, 4])
+def test_rows_and_columns_may_be_one_tensor(rhs_heads):
+    _, shared, _, _ = draw()
+    _, _, rhs, _ = draw(heads=rhs_heads)
+    results = []
+    for rows, cols in ((shared, shared), (shared, shared.clone())):
+        u, state = linear_kernel_solve(rows, cols, rhs, ridge=0.3, mask=torch.stack([MASKS["left"]] * 2), chunk_size=4)
+        loss = u.square().sum() + state.sums.sum()
+        results.append([u, state.sums, *torch.autograd.grad(loss, (shared, rhs))])
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two)
+
+
 @pytest.mark.parametrize("shape", ["number", "heads", "tokens", "all"])
 def test_the_ridge_broadcasts(shape):
     log_rows, log_cols, rhs, full = draw()
@@ -310,14 +323,14 @@ def test_compiles_to_one_graph_whose_making_does_not_grow_with_the_length(length
 
     def step(log_rows, log_cols, rhs, ridge):
         u, state = linear_kernel_solve(log_rows, log_cols, rhs, ridge=ridge)
-        return u + linear_kernel_solve(log_rows, log_cols, rhs, ridge=ridge, state=state)[0]
+        return u + linear_kernel_solve(log_rows, log_rows, rhs, ridge=ridge, state=state)[0]
 
     def count(graph, example):
         graphs.append(len(graph.graph.nodes))
         return torch._dynamo.lookup_backend("aot_eager")(graph, example)
 
     torch.compiler.reset()
-    inputs = draw(length, batch=1, heads=2, dtype=torch.float32)
+    inputs = draw(length, batch=1, heads=2, dtype=torch.float32, spread=1.0)
     u = torch.compile(step, fullgraph=True, backend=count)(*inputs)
     grads = torch.autograd.grad(u.square().sum(), inputs)
     assert len(graphs) == 1
