@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -257,17 +258,56 @@ def test_compare_goes_on_when_one_run_diverges(capsys, tmp_path, corpus, monkeyp
     assert (tmp_path / "all" / "report.html").is_file()
 
 
+def test_compare_side_by_side_stops_and_goes_on(capsys, tmp_path, corpus):
+    out = tmp_path / "all"
+    line = (
+        f"compare tiny --mixers softmax,cubit --seeds 2 --jobs 2 --data.source {corpus} {NANO} --train.steps 60 "
+        f"--out {out}"
+    )
+    runs = [out / name for name in ("softmax-s0", "cubit-s0", "softmax-s1", "cubit-s1")]
+
+    def interrupt():
+        for folder in runs[:2]:
+            wait_for_rows(folder / "metrics.jsonl", 3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stopper = threading.Thread(target=interrupt)
+    stopper.start()
+    assert run(line) == 130
+    stopper.join()
+    assert "To go on:\n" in capsys.readouterr().out
+    assert not (runs[3] / "config.yaml").exists()
+    assert run(f"{line} --resume") == 0
+    assert "[4/4]" in capsys.readouterr().out
+    single = tmp_path / "single"
+    assert run(f"train tiny --model.mixer cubit --data.source {corpus} {NANO} --train.steps 60 --out {single}") == 0
+    by_folder = {folder.name: read_runs(folder)[0] for folder in runs}
+    assert {found.status for found in by_folder.values()} == {"done"}
+    assert by_folder["cubit-s0"].valid_loss == read_runs(single)[0].valid_loss
+
+
+def test_side_by_side_says_what_went_wrong_in_a_process(capsys, tmp_path, corpus):
+    line = f"compare tiny --mixers softmax --seeds 2 --jobs 2 --data.source {corpus} {NANO} --out {tmp_path}"
+    (tmp_path / "softmax-s1").mkdir()
+    (tmp_path / "softmax-s1" / "thesis.txt").write_text("years of work")
+    assert "softmax-s1 holds something that is no run" in fails(capsys, line, 2)
+
+
+def wait_for_rows(file, count):
+    patience = time.monotonic() + 90
+    while not (file.exists() and file.read_text().count("\n") >= count):
+        assert time.monotonic() < patience
+        time.sleep(0.02)
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus):
     out = tmp_path / "run"
     words = shlex.split(f"train tiny --data.source {corpus} {NANO} --train.steps 100 --out {out}")
     command = [sys.executable, "-m", "mercer.cli", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics, patience = out / "metrics.jsonl", time.monotonic() + 90
-    while not (metrics.exists() and metrics.read_text().count("\n") > 2):
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < patience
-        time.sleep(0.02)
+    metrics = out / "metrics.jsonl"
+    wait_for_rows(metrics, 3)
     process.send_signal(signal.SIGINT)
     said, noise = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -14,9 +14,9 @@ from cyclopts import App, CycloptsError, Parameter
 from mercer import __version__
 from mercer.cli.benches import ops
 from mercer.cli.models import evaluate_model, generate
+from mercer.cli.quiet import filter_warnings, silence_libraries
 from mercer.cli.tables import list_names, report
 from mercer.cli.training import compare, train
-from mercer.errors import NumericalWarning
 
 app = App(
     name="mercer",
@@ -48,10 +48,10 @@ app.command(bench)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    _quieten()
+    silence_libraries()
     try:
         with warnings.catch_warnings():
-            _filter_warnings()
+            filter_warnings()
             words = sys.argv[1:] if arguments is None else list(arguments)
             code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         if "RANK" in os.environ:
@@ -75,23 +75,3 @@ def _say(error: BaseException | str, code: int) -> int:
         text = " ".join(line.strip() for line in lines) if isinstance(error, CycloptsError) else lines[0]
         print(f"error: {text}", file=sys.stderr)
     return code
-
-
-def _quieten() -> None:
-    """Keep libraries from talking: our own messages are the ones that matter."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if transformers := sys.modules.get("transformers"):  # imported already: it has read its environment
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-
-
-def _filter_warnings() -> None:
-    """Show our own warnings, one line each, and nobody else's."""
-    if os.environ.get("MERCER_DEBUG") == "1":
-        return
-    warnings.simplefilter("ignore")
-    warnings.filterwarnings("default", module=r"mercer(\.|$)")
-    warnings.filterwarnings("default", category=NumericalWarning)
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"

@@ -5,19 +5,31 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
 
+from mercer.cli.runs import Job, Outcome, start_server, train_in_turn, train_side_by_side
 from mercer.train import config
 from mercer.train.recipe import Recipe
-
-if TYPE_CHECKING:
-    from mercer.train.record import Run
+from mercer.train.record import Run, command_line
 
 Words = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
-_OPTIONS = ("config", "size", "seed", "out", "resume", "overwrite", "threads", "dry_run", "mixers", "seeds", "help")
+_OPTIONS = (
+    "config",
+    "size",
+    "seed",
+    "out",
+    "resume",
+    "overwrite",
+    "threads",
+    "dry_run",
+    "mixers",
+    "seeds",
+    "jobs",
+    "help",
+)
 
 
 def train(
@@ -74,15 +86,15 @@ def train(
     out = out or Path("runs", f"{recipe.name}-{variant_name(recipe)}-s{recipe.seed}")
     _set_threads(threads)
     if dry_run:
-        return _print_estimate(recipe)
+        _print_estimate(recipe)
+        return 0
     from mercer.train import loop
 
     run = loop.train(recipe, out, resume=resume, overwrite=overwrite)
-    if not _is_main():
-        return 130 if run.status == "interrupted" else 0
     if run.status == "interrupted":
         return _interrupted(run)
-    print(f"{summary(run)}  {out}")
+    if _is_main():
+        print(f"{summary(run)}  {out}")
     return 0
 
 
@@ -90,6 +102,7 @@ def compare(
     *words: Words,
     mixers: str = "softmax,deltaformer,cubit",
     seeds: int = 3,
+    jobs: int = 1,
     config: Path | None = None,
     size: str | None = None,
     seed: int | None = None,
@@ -107,7 +120,7 @@ def compare(
     mercer compare demo
     mercer compare tiny --data.source my_text.txt --mixers softmax,cubit --seeds 5
     mercer compare demo --mixers softmax,cubit,cubit:share=true,cubit:lrr=false --out runs/ablation
-    mercer compare demo --resume
+    mercer compare demo --jobs 2 --resume
     ```
 
     Prints a table with means and standard errors over the seeds, and writes report.html and table.md into the folder.
@@ -117,27 +130,38 @@ def compare(
         words: the recipe, and settings.
         mixers: names, separated by commas; options follow a name as NAME:OPTION=VALUE.
         seeds: how many seeds each mixer is trained with, from --seed on.
+        jobs: runs side by side, each in a process of its own; small models gain more from this than from threads.
         config: a YAML file with settings.
         size: the model's size, `mercer list sizes`.
         seed: the first seed.
         out: the folder of all runs; runs/RECIPE by default.
         resume: skip what is finished, go on with what is not.
         overwrite: delete these runs first.
-        threads: CPU threads to compute with.
+        threads: CPU threads of each run; with --jobs an equal share of the processors.
         dry_run: print parameters, FLOPs and memory of each mixer, and train nothing.
     """
     base = read_recipe(words, config, size, seed)
-    if seeds < 1:
-        raise ValueError(f"seeds ({seeds}) must be at least 1")
+    for name, value in (("seeds", seeds), ("jobs", jobs)):
+        if value < 1:
+            raise ValueError(f"{name} ({value}) must be at least 1")
+    if jobs > 1 and "RANK" in os.environ:
+        raise ValueError(f"jobs ({jobs}) and torchrun exclude each other; leave out --jobs")
     variants = [with_mixer(base, spec) for spec in mixers.split(",") if spec]
     out = out or Path("runs", base.name)
-    _set_threads(threads)
     if dry_run:
-        return max(_print_estimate(variant) for variant in variants)
+        for variant in variants:
+            _print_estimate(variant)
+        return 0
+    if jobs > 1:
+        start_server()  # it imports torch while this process does the same
     for variant in variants:  # a wrong name must not come up after an hour
         _resolve(variant)
-    plan = [dataclasses.replace(variant, seed=base.seed + i) for i in range(seeds) for variant in variants]
-    return _compare(plan, out, resume=resume, overwrite=overwrite)
+    recipes = [dataclasses.replace(variant, seed=base.seed + i) for i in range(seeds) for variant in variants]
+    plan = [
+        Job(recipe, out / f"{variant_name(recipe)}-s{recipe.seed}", resume=resume, overwrite=overwrite)
+        for recipe in recipes
+    ]
+    return _compare(plan, processes=jobs, threads=threads, out=out)
 
 
 def read_recipe(words: Sequence[str], file: Path | None, size: str | None, seed: int | None) -> Recipe:
@@ -180,7 +204,7 @@ def variant_name(recipe: Recipe) -> str:
     return "-".join([recipe.model.mixer, *options]).replace("/", "_")
 
 
-def summary(run: "Run") -> str:
+def summary(run: Run) -> str:
     """Return one line about a run."""
     name = f"{run.mixer} seed {run.seed}"
     if run.valid_loss is None:
@@ -191,39 +215,44 @@ def summary(run: "Run") -> str:
     )
 
 
-def _compare(plan: list[Recipe], out: Path, *, resume: bool, overwrite: bool) -> int:
-    from mercer.report import comparison_table, format_table, write_report
-    from mercer.train import loop
-    from mercer.train.folder import RunFolder
-    from mercer.train.record import Run
+def _compare(plan: list[Job], *, processes: int, threads: int | None, out: Path) -> int:
+    done = []
 
-    runs, failures = [], []
-    for number, recipe in enumerate(plan, start=1):
-        folder = RunFolder(out / f"{variant_name(recipe)}-s{recipe.seed}")
-        try:
-            run = loop.train(recipe, folder.path, resume=resume, overwrite=overwrite)
-        except FloatingPointError as error:
-            failures.append(str(error))
-            run = Run.from_json(folder.results.read_text(encoding="utf-8"), str(folder.results))
-        if run.status == "interrupted":
-            return _interrupted(run) if _is_main() else 130
-        runs.append(run)
+    def report(outcome: Outcome) -> None:
+        done.append(outcome)
         if _is_main():
-            print(f"[{number}/{len(plan)}] {summary(run)}", flush=True)
+            print(f"[{len(done)}/{len(plan)}] {summary(outcome.run)}", flush=True)
+
+    if processes == 1:
+        _set_threads(threads)
+        outcomes = train_in_turn(plan, report)
+    else:
+        threads = threads or max(1, (os.cpu_count() or 1) // processes)
+        outcomes = train_side_by_side(plan, report, processes=processes, threads=threads)
+    interrupted = [outcome.run for outcome in outcomes if outcome.run.status == "interrupted"]
+    if interrupted or len(outcomes) < len(plan):
+        return _interrupted(interrupted[0] if interrupted else None)
     if _is_main():
-        console = Console()
-        console.print(format_table(comparison_table(runs)))
-        page = write_report(runs, out, title=f"{plan[0].name}: attention mixers compared")
-        print(page)
+        _write_comparison([outcome.run for outcome in outcomes], out)
+    failures = [outcome.failure for outcome in outcomes if outcome.failure]
     if failures:
         raise FloatingPointError(f"{len(failures)} of {len(plan)} runs failed; the first: {failures[0]}")
     return 0
 
 
-def _interrupted(run: "Run") -> int:
-    words = [word for word in shlex.split(run.command) if word != "--overwrite"]
+def _write_comparison(runs: list[Run], out: Path) -> None:
+    from mercer.report import comparison_table, format_table, write_report
+
+    Console().print(format_table(comparison_table(runs)))
+    print(write_report(runs, out, title=f"{runs[0].recipe}: attention mixers compared"))
+
+
+def _interrupted(run: Run | None) -> int:
+    words = [word for word in shlex.split(command_line()) if word != "--overwrite"]
     command = shlex.join(words if "--resume" in words else [*words, "--resume"])
-    print(f"stopped after step {run.steps}; a checkpoint is saved. To go on:\n  {command}")
+    where = f"after step {run.steps}; a checkpoint is saved" if run else "before the next run began"
+    if _is_main():
+        print(f"stopped {where}. To go on:\n  {command}")
     return 130
 
 
@@ -246,11 +275,10 @@ def _resolve(recipe: Recipe) -> Recipe:
     return setup.resolve(recipe)
 
 
-def _print_estimate(recipe: Recipe) -> int:
+def _print_estimate(recipe: Recipe) -> None:
     from mercer.train import estimate
 
     recipe = _resolve(recipe)
     print(config.write_yaml(recipe))
     for line in estimate.lines(estimate.estimate(recipe)):
         print(line)
-    return 0
