@@ -60,6 +60,9 @@ def build_mixer(
         causal: whether a token sees only itself and its past.
         **options: the mixer's own, see `mixer_options`.
 
+    Returns:
+        A module `(q, k, v, *, x, rotate, mask, segments, state) -> (o, state)`.
+
     Raises:
         ValueError: an unknown name or option, sizes that do not divide.
 
