@@ -1,6 +1,5 @@
 """All mixers by name. To add one: write a file here, add one line to MIXERS."""
 
-import inspect
 from typing import Any
 
 from ..errors import unknown
@@ -8,6 +7,8 @@ from .base import Mixer, map_state
 from .constant import Constant
 from .cubit import Cubit
 from .deltaformer import DeltaFormer
+from .linear import Darkformer, Lfk, Particle, Performer
+from .linear_cubit import LinearCubit
 from .local_linear import LocalLinear
 from .random import Random
 from .softmax import Softmax
@@ -21,6 +22,11 @@ MIXERS: dict[str, type[Mixer]] = {
     "deltaformer": DeltaFormer,
     "cubit": Cubit,
     "local_linear": LocalLinear,
+    "performer": Performer,
+    "lfk": Lfk,
+    "darkformer": Darkformer,
+    "particle": Particle,
+    "linear_cubit": LinearCubit,
 }
 
 
@@ -32,11 +38,7 @@ def mixer_options(name: str) -> dict[str, Any]:
     """
     if name not in MIXERS:
         raise unknown("mixer", name, MIXERS)
-    own = inspect.signature(MIXERS[name]).parameters.values()
-    return {p.name: p.default for p in own if p.default is not p.empty and p.name not in _SIZES} | {"scale": None}
-
-
-_SIZES = ("num_heads", "head_dim", "num_kv_heads", "hidden_size", "causal")
+    return MIXERS[name].options()
 
 
 def build_mixer(

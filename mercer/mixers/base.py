@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 Rotate = Callable[[Tensor], Tensor]
+_SIZES = ("num_heads", "head_dim", "num_kv_heads", "hidden_size", "causal")
 
 
 class Mixer(nn.Module, abc.ABC):
@@ -87,6 +89,12 @@ class Mixer(nn.Module, abc.ABC):
             The mixed values and the state after them.
         """
 
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Return the options besides the sizes that the constructor takes, with their default values."""
+        own = inspect.signature(cls).parameters.values()
+        return {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY and p.name not in _SIZES} | {"scale": None}
+
     def initial_values(self) -> dict[str, Tensor]:
         """Return a fresh start value, on the CPU, for every parameter and buffer this module draws itself.
 
@@ -133,6 +141,17 @@ def _over_all(name: str, length: int, new: int, marks: Tensor | None) -> Tensor 
             f"or [batch, {length + new}] over the past and the new ones"
         )
     return marks
+
+
+def marks_of_new(
+    new: int, mask: Bool[Tensor, "B N"] | None, segments: Int[Tensor, "B N"] | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the marks of the last `new` tokens, for mixers whose state has summed up the past."""
+    for name, marks in (("mask", mask), ("segments", segments)):
+        if marks is not None and (marks.dim() != 2 or marks.shape[1] < new):
+            raise ValueError(f"{name} has shape {tuple(marks.shape)}; it must be [batch, {new}] over the new tokens")
+    mask, segments = (None if marks is None else marks[:, marks.shape[1] - new :] for marks in (mask, segments))
+    return mask, segments
 
 
 def append(past: Float[Tensor, "B H P D"] | None, new: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H S D"]:

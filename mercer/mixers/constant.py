@@ -1,7 +1,7 @@
 """Constant attention: the plain average of the past values; what a learned mixer must beat."""
 
 from .. import ops
-from .base import Mixer, refuse_state
+from .base import Mixer, marks_of_new, refuse_state
 
 
 class Constant(Mixer):
@@ -18,9 +18,7 @@ class Constant(Mixer):
 
     def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: ops.LinearState | None = None):
         refuse_state(self, state)
+        mask, segments = marks_of_new(q.shape[2], mask, segments)
         ones = v.new_zeros(*v.shape[:3], 1)  # log phi = 0
-        last = lambda marks: None if marks is None else marks[:, -q.shape[2] :]
-        o, state = ops.linear_attention(
-            ones, ones, v, causal=self.causal, mask=last(mask), segments=last(segments), state=state
-        )
+        o, state = ops.linear_attention(ones, ones, v, causal=self.causal, mask=mask, segments=segments, state=state)
         return ops.repeat_heads(o, q.shape[1]), state if self.causal else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import NumericalWarning, unknown
-from .base import Marks, Mixer, append, refuse_state
+from .base import Marks, Mixer, Rotate, append, refuse_state
 
 _MIN_NORM = 1e-6  # ours: the paper's listing divides by ||r|| as it is
 
@@ -88,36 +88,24 @@ class Cubit(Mixer):
             )
             ridge = ops.BIDIRECTIONAL_RIDGE
         self.share, self.lrr, self.gamma_form, self.ridge = share, lrr, gamma, ridge
-        assert self.hidden_size is not None  # needs_x
-        heads = self.num_kv_heads
-        if not share:
-            self.r_proj = nn.Linear(self.hidden_size, heads * self.head_dim)
-        if lrr:
-            self.rescale_proj = nn.Linear(self.hidden_size, heads)
-        for name, value in self.initial_values().items():
-            self.register_parameter(name, nn.Parameter(value.to(torch.get_default_device())))
+        add_parameters(self, share=share, lrr=lrr)
 
     def initial_values(self):
-        heads = (self.num_kv_heads,)
-        gamma = 1.0 if self.gamma_form == "raw" else math.log(math.e - 1)  # softplus(log(e - 1)) = 1
-        start = {"gamma": gamma, "log_ridge": math.log(self.ridge)}
-        if self.lrr:
-            start |= {"rescale_lower": 0.5, "rescale_range": 1.5}
-        return {name: torch.full(heads, value, device="cpu") for name, value in start.items()}
+        return start_values(self)
 
     def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: CubitState | None = None):
         refuse_state(self, state)
         seen, marks = (0, Marks()) if state is None else (state.k.shape[2], state.marks)
         marks = marks.extend(seen, q.shape[2], mask, segments)
         k, v = (ops.zero_padding(t, marks.mask, rows=True) for t in (k, v))
-        r, norm = self._reference(k, x, rotate)
+        r, norm = reference(self, k, x, rotate)
         k = append(state and state.k, k)
         if self.share:
-            r_unit = k * (self._gamma(r.dtype) / _norm(k))
+            r_unit = k * (gamma(self, r.dtype) / norm_of(k))
         else:
-            r_unit = append(state and state.r_unit, r * (self._gamma(r.dtype) / norm))
+            r_unit = append(state and state.r_unit, r * (gamma(self, r.dtype) / norm))
         u = ops.kernel_solve(
-            r, r_unit, self._rescaled(v, x), ridge=self._ridge(r.dtype), causal=self.causal,
+            r, r_unit, rescaled(self, v, x), ridge=self._ridge(r.dtype), causal=self.causal,
             mask=marks.mask, segments=marks.segments, past=state and state.u,
         )  # fmt: skip
         u = append(state and state.u, u)
@@ -127,36 +115,66 @@ class Cubit(Mixer):
         new_state = CubitState(k, None if self.share else r_unit, u, marks) if self.causal else None
         return o.to(v.dtype), new_state
 
-    def _reference(self, k: Tensor, x: Tensor | None, rotate) -> tuple[Tensor, Tensor]:
-        """Return r with positions and its norm without; in float32 at least, as u can grow with T."""
-        dtype = torch.promote_types(k.dtype, torch.float32)
-        if self.share:
-            return k.to(dtype), _norm(k.to(dtype))
-        self._require(x)
-        r = self.r_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2).to(dtype)
-        return (r if rotate is None else rotate(r)), _norm(r)
-
-    def _rescaled(self, v: Tensor, x: Tensor | None) -> Float[Tensor, "B Hk T Dv"]:
-        v = v.to(torch.promote_types(v.dtype, torch.float32))
-        if not self.lrr:
-            return v
-        self._require(x)
-        weight = self.rescale_proj(x).to(v.dtype).sigmoid()
-        s = self.rescale_lower.to(v.dtype) + self.rescale_range.to(v.dtype) * weight
-        return ops.repeat_heads(s.transpose(1, 2)[..., None], v.shape[1]) * v
-
-    def _gamma(self, dtype: torch.dtype) -> Float[Tensor, "Hk 1 1"]:
-        gamma = self.gamma.to(dtype)
-        return (F.softplus(gamma) if self.gamma_form == "softplus" else gamma)[:, None, None]
-
     def _ridge(self, dtype: torch.dtype) -> Float[Tensor, " Hk"]:
         ridge = self.log_ridge.to(dtype).exp()
         return ridge if self.causal else ridge.clamp(min=ops.BIDIRECTIONAL_RIDGE)
 
-    def _require(self, x: Tensor | None) -> None:
-        if x is None:
-            raise ValueError("cubit reads the hidden states: pass x= [batch, time, hidden_size]")
+
+# What the exact and the linear Cubit share: r, its norm, gamma and the rescaled values, from the parameters of either.
 
 
-def _norm(r: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T 1"]:
+def add_parameters(mixer: Any, *, share: bool, lrr: bool) -> None:
+    """Give a mixer its projections, and parameters for its initial values."""
+    if not share:
+        mixer.r_proj = nn.Linear(mixer.hidden_size, mixer.num_kv_heads * mixer.head_dim)
+    if lrr:
+        mixer.rescale_proj = nn.Linear(mixer.hidden_size, mixer.num_kv_heads)
+    for name, value in mixer.initial_values().items():
+        mixer.register_parameter(name, nn.Parameter(value.to(torch.get_default_device())))
+
+
+def start_values(mixer: Any) -> dict[str, Tensor]:
+    """Return where gamma, the ridge and the rescale start."""
+    start = {
+        "gamma": 1.0 if mixer.gamma_form == "raw" else math.log(math.e - 1),  # softplus(log(e - 1)) = 1
+        "log_ridge": math.log(mixer.ridge),
+    }
+    if mixer.lrr:
+        start |= {"rescale_lower": 0.5, "rescale_range": 1.5}
+    return {name: torch.full((mixer.num_kv_heads,), value, device="cpu") for name, value in start.items()}
+
+
+def reference(mixer: Any, k: Tensor, x: Tensor | None, rotate: Rotate | None) -> tuple[Tensor, Tensor]:
+    """Return r with positions and its norm without; in float32 at least, as u can grow with T."""
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    if mixer.share:
+        return k.to(dtype), norm_of(k.to(dtype))
+    r = mixer.r_proj(_required(x)).unflatten(-1, (mixer.num_kv_heads, mixer.head_dim)).transpose(1, 2).to(dtype)
+    return (r if rotate is None else rotate(r)), norm_of(r)
+
+
+def rescaled(mixer: Any, v: Tensor, x: Tensor | None) -> Float[Tensor, "B Hk T Dv"]:
+    """Return s v with s = lower + range sigmoid(W_s x), or v without LRR; in float32 at least."""
+    v = v.to(torch.promote_types(v.dtype, torch.float32))
+    if not mixer.lrr:
+        return v
+    weight = mixer.rescale_proj(_required(x)).to(v.dtype).sigmoid()
+    s = mixer.rescale_lower.to(v.dtype) + mixer.rescale_range.to(v.dtype) * weight
+    return ops.repeat_heads(s.transpose(1, 2)[..., None], v.shape[1]) * v
+
+
+def gamma(mixer: Any, dtype: torch.dtype) -> Float[Tensor, "Hk 1 1"]:
+    """Return gamma, positive under its softplus form."""
+    raw = mixer.gamma.to(dtype)
+    return (F.softplus(raw) if mixer.gamma_form == "softplus" else raw)[:, None, None]
+
+
+def norm_of(r: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T 1"]:
+    """Return ||r||, at least 1e-6."""
     return torch.linalg.vector_norm(r, dim=-1, keepdim=True).clamp(min=_MIN_NORM)
+
+
+def _required(x: Tensor | None) -> Tensor:
+    if x is None:
+        raise ValueError("cubit reads the hidden states: pass x= [batch, time, hidden_size]")
+    return x

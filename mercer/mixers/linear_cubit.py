@@ -1,0 +1,105 @@
+"""Linear Cubit: kernel ridge regression on positive features, in linear time and with a constant state."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from .. import ops
+from ..errors import unknown
+from ..features import build_features, feature_options
+from .base import Mixer, marks_of_new, refuse_state
+from .cubit import add_parameters, gamma, reference, rescaled, start_values
+from .linear import split_options
+
+
+@dataclass(frozen=True)
+class LinearCubitState:
+    """The sums of the system and of the smoother: constant in the length."""
+
+    system: ops.LinearSolveState
+    smoother: ops.LinearState
+
+
+class LinearCubit(Mixer):
+    """Cubit with features: (P + ridge I) u = s v and o = A u, P and A row-normalised products phi(.).phi(.).
+
+    P_ij ~ exp(r_i . gamma r_j / ||r_j||) through the feature map; A_ij ~ exp(scale q_i . k_j). The kernels depend on
+    products alone, so r and r_unit are brought near to one length first, by the factor D^(1/4).
+
+    Args:
+        features: a name in `mercer.FEATURES`, for both kernels, each with a map of its own.
+        num_features: features m of a head.
+        share: use r = k instead of a projection of its own.
+        lrr: rescale the values as Cubit does.
+        gamma: "raw" or "softplus", see `Cubit`.
+        ridge: start value of exp(log_ridge). Through features the diagonal is not the row's maximum any more, so the
+            ridge carries the stability.
+        **options: of the feature map and sizes, see `Mixer`; causal only.
+
+    Raises:
+        ValueError: an unknown `gamma` or map, a ridge that is not positive, `causal=False`.
+
+    Source:
+        Ours: Cubit (arXiv:2605.06501) in the feature space of Performer or DARKFormer.
+
+    >>> mixer = LinearCubit(num_heads=2, head_dim=4, hidden_size=8, num_features=16)
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 4)
+    >>> o, state = mixer(q, k, v, x=torch.randn(1, 5, 8))
+    """
+
+    needs_x = True
+    gamma: Float[Tensor, " Hk"]
+    log_ridge: Float[Tensor, " Hk"]
+
+    def __init__(
+        self,
+        *,
+        features: str = "darkformer",
+        num_features: int = 256,
+        share: bool = False,
+        lrr: bool = True,
+        gamma: Literal["raw", "softplus"] = "raw",
+        ridge: float = 0.1,
+        **options: Any,
+    ):
+        own, sizes = split_options(features, options)
+        super().__init__(**sizes)
+        if gamma not in ("raw", "softplus"):
+            raise unknown("gamma", gamma, ["raw", "softplus"])
+        if not ridge > 0:
+            raise ValueError(f"ridge ({ridge}) must be positive; it is learned as exp(log_ridge)")
+        if not self.causal:
+            raise ValueError("linear_cubit solves its system in order and has no bidirectional form: use causal=True")
+        self.share, self.lrr, self.gamma_form, self.ridge = share, lrr, gamma, ridge
+        sizes_of_map = (self.num_kv_heads, self.head_dim, num_features)
+        self.features = build_features(features, *sizes_of_map, **own)
+        self.reference_features = build_features(features, *sizes_of_map, **own | {"seed": own.get("seed", 0) + 1})
+        add_parameters(self, share=share, lrr=lrr)
+
+    @classmethod
+    def options(cls):
+        return super().options() | feature_options("darkformer")
+
+    def initial_values(self):
+        return start_values(self)
+
+    def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: LinearCubitState | None = None):
+        refuse_state(self, state)
+        mask, segments = marks_of_new(q.shape[2], mask, segments)
+        q, k, v = (ops.zero_padding(t, mask) for t in (q, k, v))
+        r, norm = reference(self, k, x, rotate)
+        length = self.head_dim**0.25
+        rows = self.reference_features(r / length)
+        cols = self.reference_features(r * (length * gamma(self, r.dtype) / norm))
+        u, system = ops.linear_kernel_solve(
+            rows, cols, rescaled(self, v, x), ridge=self.log_ridge.to(r.dtype).exp(),
+            mask=mask, segments=segments, state=state and state.system,
+        )  # fmt: skip
+        root = abs(self.scale) ** 0.5
+        o, smoother = ops.linear_attention(
+            self.features(root * q), self.features(root * k), u,
+            mask=mask, segments=segments, state=state and state.smoother,
+        )  # fmt: skip
+        return o.to(v.dtype), LinearCubitState(system, smoother)
