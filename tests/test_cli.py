@@ -166,6 +166,15 @@ def test_a_full_disk(capsys, tmp_path, corpus, monkeypatch):
     assert "cannot save the checkpoint of step 6: No space left on device; there is no earlier checkpoint" in said
 
 
+def test_a_full_disk_anywhere_else(capsys, tmp_path, corpus, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "replace_text", full)
+    said = fails(capsys, f"train tiny --data.source {corpus} {NANO} --out {tmp_path / 'run'}", 1)
+    assert "No space left on device; make room, then give the same command with --resume" in said
+
+
 def test_debug_shows_the_traceback(monkeypatch):
     monkeypatch.setenv("MERCER_DEBUG", "1")
     with pytest.raises(ValueError, match="unknown recipe"):

@@ -4,6 +4,7 @@ Nothing here imports torch before a command needs it: `mercer --help` answers at
 one line and exit code 2, what went wrong in the world in one line and exit code 1; MERCER_DEBUG=1 shows the traceback.
 """
 
+import errno
 import os
 import sys
 import warnings
@@ -72,6 +73,8 @@ def _say(error: BaseException | str, code: int) -> int:
         raise error
     if os.environ.get("RANK", "0") == "0":  # under torchrun one process speaks
         lines = str(error).strip().splitlines() or [type(error).__name__]
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            lines[0] += "; make room, then give the same command with --resume"
         text = " ".join(line.strip() for line in lines) if isinstance(error, CycloptsError) else lines[0]
         print(f"error: {text}", file=sys.stderr)
     return code

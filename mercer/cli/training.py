@@ -59,7 +59,7 @@ def train(
     **Settings** (`--KEY VALUE`; `mercer train RECIPE --dry-run` prints their values)
 
     * `data.source` a corpus, a path to text, jsonl or parquet, or hf:NAME; `data.tokenizer` byte, bpe:4096 or a folder;
-      `data.length` tokens in a window; `data.validation-fraction`
+      `data.length` tokens in a window; `data.validation-fraction`, `data.max-bytes` of the text to read
     * `model.size`, `model.mixer`, `model.mixer-options.NAME`; `model.hidden-size`, `model.num-layers`,
       `model.num-heads`, `model.intermediate-size` override the size
     * `optim.lr`, `optim.betas`, `optim.weight-decay`, `optim.warmup` as a share of the steps, `optim.min-lr-ratio`,

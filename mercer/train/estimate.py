@@ -19,7 +19,7 @@ _MIXING: dict[str, Callable[[int, int, int], float]] = {
     "constant": lambda T, H, D: H * D,
     "local_linear": lambda T, H, D: 2 * T * H * D + T * H * (D + 1) * (2 * D + 1) + 2 / 3 * H * (D + 1) ** 3,
 }
-_PROCESS_BYTES = 400e6  # Python, torch and transformers themselves
+_PROCESS_BYTES = 500e6  # Python, torch and transformers themselves
 
 
 @dataclasses.dataclass(frozen=True)

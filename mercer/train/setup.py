@@ -63,6 +63,7 @@ def load_data(config: DataConfig, seed: int, cache_dir: Path | None) -> tuple[An
         validation_fraction=config.validation_fraction,
         seed=seed,
         cache_dir=cache_dir,
+        max_bytes=config.max_bytes,
     )
     return tokenizer, data
 

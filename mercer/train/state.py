@@ -1,11 +1,13 @@
 """What a checkpoint holds of a run: weights, AdamW's moments by parameter name, and the random generators."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.optim import Optimizer
 
@@ -48,9 +50,15 @@ def save_run(
             save(checkpoints, position, {**parts, "random": random_tensors(world.device)}, keep=keep)
         world.wait()
         return
-    shards = checkpoints / f".shards-{position.step}"
-    writer = HuggingFaceStorageWriter(str(shards), save_distributed=True)
-    state_dict_saver.save(dict(_sharded(parts)), storage_writer=writer)
+    shards = checkpoints / ".shards"
+    if world.is_main:
+        shutil.rmtree(shards, ignore_errors=True)  # of processes that were killed while saving
+    world.wait()
+    try:
+        writer = HuggingFaceStorageWriter(str(shards), save_distributed=True)
+        state_dict_saver.save(_sharded(parts), storage_writer=writer)
+    except CheckpointException as error:  # in every process, whichever it happened to
+        raise OSError(_first_failure(error)) from error
 
     def adopt(aside: Path) -> None:
         for path in shards.iterdir():
@@ -101,7 +109,15 @@ def _load_sharded(path: Path, model: nn.Module, optimiser: Optimizer) -> None:
             optimiser.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **zeros}
     room = _sharded({"model": model_tensors(model), "optimiser": optimiser_tensors(model, optimiser)})
     room = {name: tensor.detach() for name, tensor in room.items()}
-    state_dict_loader.load(room, storage_reader=HuggingFaceStorageReader(str(path)))
+    try:
+        state_dict_loader.load(room, storage_reader=HuggingFaceStorageReader(str(path)))
+    except CheckpointException as error:
+        raise _other(path, _first_failure(error)) from error
+
+
+def _first_failure(error: CheckpointException) -> str:
+    cause, _ = next(iter(error.failures.values()))
+    return str(cause).splitlines()[0]
 
 
 @torch.no_grad()

@@ -8,12 +8,15 @@ import torch
 
 from mercer.train import config, distribution, loop
 
-torch.set_num_threads(1)
-jobs = json.loads(Path(sys.argv[1]).read_text())
-for job in jobs:
-    recipe = config.from_dict(job["recipe"])
-    stop = job.get("stop")
-    loop.train(
-        recipe, Path(job["out"]), resume=job.get("resume", False), should_stop=lambda step, stop=stop: step == stop
-    )
-distribution.leave()
+
+def main(file: str) -> None:
+    torch.set_num_threads(1)
+    for job in json.loads(Path(file).read_text()):
+        stop = job.get("stop")
+        recipe = config.from_dict(job["recipe"])
+        loop.train(recipe, Path(job["out"]), should_stop=lambda step, stop=stop: step == stop)
+    distribution.leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mercer.errors import CheckpointError
 from mercer.train import config, distribution
 from mercer.train.folder import RunFolder
 from mercer.train.loop import train
@@ -67,6 +68,13 @@ def test_two_processes_equal_one(cubit, tmp_path, monkeypatch):
         monkeypatch.setenv(key, str(value))
     monkeypatch.setenv("MASTER_PORT", str(port.getsockname()[1]))
     port.close()
+    wider = change(change(cubit, "train", accumulate=2, shard=True), "model", intermediate_size=96)
+    settings = tmp_path / "resumed" / "config.yaml"
+    written = settings.read_text()
+    settings.write_text(config.write_yaml(wider))
+    with pytest.raises(CheckpointError, match="is of another model"):
+        train(wider, tmp_path / "resumed", resume=True)
+    settings.write_text(written)
     resumed = train(change(cubit, "train", accumulate=2, shard=True), tmp_path / "resumed", resume=True)
     distribution.leave()
     assert resumed.status == "done"
