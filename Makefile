@@ -8,7 +8,7 @@ WORKERS ?= 2
 .PHONY: demo test lint compile bench pretrained clean
 
 demo: $(VENV)/.demo  ## train softmax, DeltaFormer and Cubit on real text; print one table; write runs/demo/report.html
-	@$(BIN)/mercer compare demo --mixers softmax,deltaformer,cubit --seeds 3 --out runs/demo --overwrite
+	@$(BIN)/mercer compare demo --mixers softmax,deltaformer,cubit --seeds 3 --jobs 2 --out runs/demo --overwrite
 
 test: $(VENV)/.dev  ## the whole test suite
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
