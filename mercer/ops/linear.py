@@ -120,7 +120,7 @@ def linear_attention(
     check_linear(log_q, log_k, v, causal=causal, mask=mask, segments=segments, state=state, chunk_size=chunk_size)
     past = Sums.of(state, log_k, v, log_q)
     documents = document_ids(mask, segments, past.segment)
-    o, _, sums, c = linear_attention_op(
+    o, _, sums, c, _ = linear_attention_op(
         log_q, log_k, v, past.sums, past.c, mask, documents, past.segment, causal, chunk_size
     )
     return o.to(v.dtype), LinearState(sums=sums, c=c, segment=segment_after(documents, past))

@@ -33,10 +33,13 @@ class Part:
         real = self.tokens.real
         return real[:, at] if real is not None and real.shape[1] == self.rows.shape[2] else None
 
-    def row_weights(self, at: slice, shift: Tensor) -> Float[Tensor, "N Gn m"]:
-        """Return exp(log_q + shift), each row divided by its largest entry; zeros in padded rows."""
+    def row_weights(self, at: slice, shift: Tensor, peak: Tensor | None = None) -> Float[Tensor, "N Gn m"]:
+        """Return exp(log_q + shift), each row divided by its largest entry, whose log goes to `peak`; 0 if padded."""
         weights, real = self.rows[:, :, at] + shift[:, None, None], self.real(at)
-        weights -= weights.amax(-1, keepdim=True).clamp_min_(FLOOR)
+        largest = weights.amax(-1, keepdim=True).clamp_min_(FLOOR)
+        weights -= largest
+        if peak is not None:
+            peak.copy_(largest)
         exp_(weights)
         if real is not None:  # whatever a padded row holds, NaN too, must not reach the keys through 0 * NaN
             weights.masked_fill_(~real[:, None, :, None], 0)
@@ -46,10 +49,10 @@ class Part:
         """Return exp(log_k - shift)."""
         return exp_(self.keys[:, at] - shift[:, None])
 
-    def piece_weights(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+    def piece_weights(self, piece: Piece, peak: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights of keys and of rows, and those between them that look back, [N, G n, n]."""
         at = slice(piece.start, piece.stop)
-        key_weights, row_weights = self.key_weights(at, piece.shift), self.row_weights(at, piece.shift)
+        key_weights, row_weights = self.key_weights(at, piece.shift), self.row_weights(at, piece.shift, peak)
         near = look_back_(torch.bmm(row_weights, key_weights.mT), self.rows.shape[1], piece.parts)
         return key_weights, row_weights, near
 
@@ -76,31 +79,40 @@ def advance_(sums: Tensor, key_weights: Tensor, values: Tensor, piece: Piece) ->
     return sums.baddbmm_(key_weights.mT, values * piece.parts.closing).mul_(piece.lift)
 
 
-def _write(out: Float[Tensor, "N Gn W"], o: Float[Tensor, "N G n Dv"], inverse: Float[Tensor, "N G n 1"]) -> None:
-    """Divide the sums of rows by their last column into o and inverse; 0 where nothing was seen."""
+def _write(out: Float[Tensor, "N Gn W"], at: slice, o: Tensor, inverse: Tensor, log_total: Tensor) -> None:
+    """Divide the sums of rows by their last column into o and inverse; 0 where nothing was seen.
+
+    `log_total`, the log of the whole weight of a row, holds that of its unit before.
+    """
+    o, inverse, log_total = (x[:, :, at] for x in (o, inverse, log_total))
     out = out.view(*o.shape[:-1], -1)
-    total = out[..., -1:]
-    inverse.copy_(total.reciprocal().masked_fill_(total == 0, 0))
+    total, blind = out[..., -1:], out[..., -1:] == 0
+    inverse.copy_(total.reciprocal().masked_fill_(blind, 0))
+    log_total.add_(total.log()).masked_fill_(blind, FLOOR)
     torch.mul(out[..., :-1], inverse, out=o)
 
 
-def row_gradients(grad_o: Tensor, o: Tensor, inverse: Tensor) -> Float[Tensor, "N Gn W"]:
+def row_gradients(
+    grad_o: Tensor, o: Tensor, inverse: Tensor, grad_log_total: Tensor | None = None
+) -> Float[Tensor, "N Gn W"]:
     """Return the gradient of the undivided sums of rows."""
     grad = grad_o.new_empty(*grad_o.shape[:-1], grad_o.shape[-1] + 1)
     torch.mul(grad_o, inverse, out=grad[..., :-1])
     torch.sum(grad[..., :-1] * o, -1, keepdim=True, out=grad[..., -1:]).neg_()
+    if grad_log_total is not None:
+        grad[..., -1:].addcmul_(grad_log_total, inverse)
     return grad.flatten(1, 2)
 
 
-def _causal_forward(part: Part, o: Tensor, inverse: Tensor) -> Tensor:
-    """Write o and inverse; carry the sums on in place and return their scale after the last token."""
+def _causal_forward(part: Part, o: Tensor, inverse: Tensor, log_total: Tensor) -> Tensor:
+    """Write o, inverse and log_total; carry the sums on in place and return their scale after the last token."""
     sums, scale = part.sums, part.scale
     for chunk in plan(part.keys, scale, part.tokens, part.size):
         for piece in chunk:
             at, scale = slice(piece.start, piece.stop), piece.scale
-            key_weights, row_weights, near = part.piece_weights(piece)
+            key_weights, row_weights, near = part.piece_weights(piece, log_total[:, :, at])
             out = far_sums(row_weights, sums.mul_(piece.decay), piece)
-            _write(out.baddbmm_(near, part.values[:, at]), o[:, :, at], inverse[:, :, at])
+            _write(out.baddbmm_(near, part.values[:, at]), at, o, inverse, log_total)
             advance_(sums, key_weights, part.values[:, at], piece)
     return scale
 
@@ -123,12 +135,15 @@ def entering_sums(part: Part, sums: Tensor, groups: list[list[Piece]]) -> list[T
     return entering
 
 
-def _causal_backward(part: Part, o: Tensor, inverse: Tensor, grad_o: Tensor, grad_sums: Tensor, outs) -> Tensor:
-    """Write the gradients of rows, keys and values into `outs`; return that of the sums that entered."""
+def _causal_backward(part: Part, rows: tuple[Tensor, ...], grad_sums: Tensor, outs) -> Tensor:
+    """Write the gradients of rows, keys and values into `outs`; return that of the sums that entered.
+
+    `rows` are the gradient of o, o, inverse, and the gradient of log_total.
+    """
     grad_rows, grad_keys, grad_values = outs
     for piece, before in pieces_backwards(part):
         at, weights = slice(piece.start, piece.stop), part.piece_weights(piece)
-        grad = row_gradients(grad_o[:, :, at], o[:, :, at], inverse[:, :, at])
+        grad = row_gradients(*(x[:, :, at] for x in rows))
         closing = lift_(grad_sums, weights[0], piece)
         grad_value = torch.bmm(weights[2].mT, grad).baddbmm_(closing, grad_sums)
         grad_values[:, at] = grad_value[..., :-1]
@@ -193,23 +208,24 @@ def _full_sums_(part: Part, sums: Tensor) -> Tensor:
     return shift
 
 
-def _full_forward(part: Part, o: Tensor, inverse: Tensor) -> Tensor:
+def _full_forward(part: Part, o: Tensor, inverse: Tensor, log_total: Tensor) -> Tensor:
     """Do `_causal_forward` where every row sees every key."""
     shift = _full_sums_(part, part.sums)
     for start in range(0, part.rows.shape[2], part.size):
         at = slice(start, start + part.size)
-        _write(torch.bmm(part.row_weights(at, shift), part.sums), o[:, :, at], inverse[:, :, at])
+        out = torch.bmm(part.row_weights(at, shift, log_total[:, :, at]), part.sums)
+        _write(out, at, o, inverse, log_total)
     return shift
 
 
-def _full_backward(part: Part, o: Tensor, inverse: Tensor, grad_o: Tensor, grad_sums: Tensor, outs) -> Tensor:
+def _full_backward(part: Part, rows: tuple[Tensor, ...], grad_sums: Tensor, outs) -> Tensor:
     """Do `_causal_backward` where every row sees every key."""
     grad_rows, grad_keys, grad_values = outs
     sums = part.sums.clone()
     shift = _full_sums_(part, sums)
     for start in range(0, part.rows.shape[2], part.size):
         at = slice(start, start + part.size)
-        grad = row_gradients(grad_o[:, :, at], o[:, :, at], inverse[:, :, at])
+        grad = row_gradients(*(x[:, :, at] for x in rows))
         weights = part.row_weights(at, shift)
         out = grad_rows[:, :, at]
         torch.mul(torch.bmm(grad, sums.mT).view_as(out), weights.view_as(out), out=out)
@@ -299,46 +315,55 @@ def fold(x: Tensor, keys: Tensor) -> Float[Tensor, "N G T d"]:
 
 _ARGUMENTS = (
     "Tensor log_q, Tensor log_k, Tensor v, Tensor sums, Tensor scale, Tensor? mask, Tensor? documents, Tensor last, "
-    "bool causal, int chunk_size) -> (Tensor, Tensor, Tensor, Tensor)"
+    "bool causal, int chunk_size) -> "
 )
 
 
-@torch.library.custom_op("mercer::linear_attention", mutates_args=(), schema=f"({_ARGUMENTS}")
+@torch.library.custom_op(
+    "mercer::linear_attention", mutates_args=(), schema=f"({_ARGUMENTS}(Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 def linear_attention_op(log_q, log_k, v, sums, scale, mask, documents, last, causal, chunk_size):
-    """Return o, one over the weight of each row, and the sums and their scale after the last token."""
-    o = sums.new_empty(*log_q.shape[:3], v.shape[3])
-    inverse = sums.new_empty(*log_q.shape[:3], 1)
+    """Return o, one over the weight of each row, the sums and their scale after the last token, and log weights.
+
+    A row's weight is counted in a unit of its own in the second output; its log, in the last one, is not: FLOOR where a
+    row sees nothing.
+    """
+    o, inverse, log_total = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1, 1))
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
     with full_precision(log_q.device):
         problem = Problem.of(log_q, log_k, v, new_sums, scale, mask, documents, last, causal, chunk_size)
-        folded = [fold(x, problem.keys) for x in (o, inverse)]
+        folded = [fold(x, problem.keys) for x in (o, inverse, log_total)]
         for stretch in problem.stretches():
             part, forward = problem.part(stretch), _causal_forward if causal else _full_forward
             new_scale.flatten(0, 1)[stretch.heads] = forward(part, *(x[stretch.heads, :, stretch.span] for x in folded))
             if not stretch.opens:  # a document after the first had sums of its own
                 problem.sums[stretch.heads] = part.sums
-    return o, inverse, new_sums, new_scale
+    return o, inverse, new_sums, new_scale, log_total
 
 
 @torch.library.custom_op(
     "mercer::linear_attention_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_o, Tensor grad_sums, Tensor o, Tensor inverse, {_ARGUMENTS}",
+    schema="(Tensor grad_o, Tensor grad_sums, Tensor grad_log_total, Tensor o, Tensor inverse, "
+    f"{_ARGUMENTS}(Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward_op(grad_o, grad_sums, o, inverse, log_q, log_k, v, sums, scale, mask, documents, last, causal, size):
+def _backward_op(
+    grad_o, grad_sums, grad_log_total, o, inverse, log_q, log_k, v, sums, scale, mask, documents, last, causal, size
+):
     """Return the gradients of log_q, log_k, v and the sums that entered."""
     grads = [x.new_empty(x.shape) for x in (log_q, log_k, v)]
     grad_before = sums.new_zeros(sums.shape)
     with full_precision(log_q.device):
         problem = Problem.of(log_q, log_k, v, sums, scale, mask, documents, last, causal, size)
-        folded, after = [fold(x, problem.keys) for x in (o, inverse, grad_o, grads[0])], grad_sums.flatten(0, 1)
+        folded = [fold(x, problem.keys) for x in (grads[0], grad_o, o, inverse, grad_log_total)]
+        after = grad_sums.flatten(0, 1)
         for stretch in problem.stretches():
             heads, span = stretch.heads, stretch.span
-            o_, inverse_, grad_o_, grad_rows = (x[heads, :, span] for x in folded)
+            grad_rows, *rows = (x[heads, :, span] for x in folded)
             outs = (grad_rows, *(x.flatten(0, 1)[heads, span] for x in grads[1:]))
             leaving = after[heads].clone() if stretch.closes else torch.zeros_like(after[heads])
             backward = _causal_backward if causal else _full_backward
-            entering = backward(problem.part(stretch), o_, inverse_, grad_o_, leaving, outs)
+            entering = backward(problem.part(stretch), tuple(rows), leaving, outs)
             if stretch.opens:
                 grad_before.flatten(0, 1)[heads] = entering
     return *grads, grad_before
@@ -346,12 +371,12 @@ def _backward_op(grad_o, grad_sums, o, inverse, log_q, log_k, v, sums, scale, ma
 
 @linear_attention_op.register_fake
 def _(log_q, log_k, v, sums, scale, mask, documents, last, causal, chunk_size):
-    o, inverse = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1))
-    return o, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape)
+    o, inverse, log_total = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1, 1))
+    return o, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape), log_total
 
 
 @_backward_op.register_fake
-def _(grad_o, grad_sums, o, inverse, log_q, log_k, v, sums, scale, *others):
+def _(grad_o, grad_sums, grad_log_total, o, inverse, log_q, log_k, v, sums, scale, *others):
     return *(x.new_empty(x.shape) for x in (log_q, log_k, v)), sums.new_empty(sums.shape)
 
 
@@ -360,8 +385,8 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(output[0], output[1], *tensors)
 
 
-def _differentiate(ctx, grad_o, grad_inverse, grad_sums, grad_scale):
-    grads = _backward_op(grad_o, grad_sums, *ctx.saved_tensors, ctx.causal, ctx.size)
+def _differentiate(ctx, grad_o, grad_inverse, grad_sums, grad_scale, grad_log_total):
+    grads = _backward_op(grad_o, grad_sums, grad_log_total, *ctx.saved_tensors, ctx.causal, ctx.size)
     return *grads, None, None, None, None, None, None
 
 
