@@ -89,3 +89,18 @@ def zero_padding(
         return tensor
     keep = mask[:, mask.shape[1] - tensor.shape[2] :] if rows else mask
     return tensor.masked_fill(~keep[:, None, :, None], 0.0)
+
+
+def per_row(name: str, value: float | Tensor, like: Float[Tensor, "B H T Dv"]) -> Float[Tensor, "B H T"]:
+    """Broadcast a float, [H] or [B, H, T]-like value to one number a row."""
+    tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    shape = like.shape[:3]
+    tensor = tensor[:, None] if tensor.dim() == 1 else tensor
+    if tensor.dim() == 3 and tensor.shape[1] not in (1, shape[1]):
+        tensor = repeat_heads(tensor, shape[1])
+    try:
+        return tensor.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; it must be a number, [heads] or broadcast to {tuple(shape)}"
+        ) from None

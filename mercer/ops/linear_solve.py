@@ -6,11 +6,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .checks import check_heads, check_mask, check_segments, full_precision, repeat_heads, zero_padding
+from .checks import check_heads, check_mask, check_segments, full_precision, per_row, repeat_heads, zero_padding
 from .linear_chunks import document_ids
 from .linear_definition import Definition, Sums, segment_after
 from .linear_solve_passes import linear_kernel_solve_op
-from .solve import _per_row
 
 
 @dataclass(frozen=True)
@@ -157,5 +156,5 @@ def _prepare(
     log_rows, log_cols, rhs = (repeat_heads(x, heads) for x in (log_rows, log_cols, rhs))
     past = Sums.of(state, log_cols, rhs, log_rows)
     right = zero_padding(rhs.to(past.sums.dtype), mask)
-    ridge_ = _per_row("ridge", ridge, right)
+    ridge_ = per_row("ridge", ridge, right)
     return log_rows, log_cols, right, ridge_ if mask is None else ridge_.masked_fill(~mask[:, None], 1.0), past

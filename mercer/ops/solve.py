@@ -13,6 +13,7 @@ from .checks import (
     check_segments,
     compute_dtype,
     full_precision,
+    per_row,
     repeat_heads,
     visible,
     zero_padding,
@@ -154,12 +155,12 @@ def _prepare(
     check_mask(mask, batch, seen + length)
     check_segments(segments, batch, seen + length)
     dtype = compute_dtype(rows, cols, rhs, past)
-    if scale != 1.0:
-        rows = rows * scale
     rows, cols, rhs = (repeat_heads(t.to(dtype), heads) for t in (rows, cols, rhs))
+    if scale != 1.0:  # not before: 16-bit rows would be rounded again
+        rows = rows * scale
     past = rhs[:, :, :0] if past is None else repeat_heads(past.to(dtype), heads)
-    ridge = _per_row("ridge", ridge, rhs)
-    gate = None if gate is None else _per_row("gate", gate, rhs)
+    ridge = per_row("ridge", ridge, rhs)
+    gate = None if gate is None else per_row("gate", gate, rhs)
     if mask is not None:
         rows, rhs, cols = (
             zero_padding(rows, mask, rows=True),
@@ -168,21 +169,6 @@ def _prepare(
         )
         ridge = ridge.masked_fill(~mask[:, None, seen:], 1.0)
     return rows, cols, rhs, ridge, gate, past
-
-
-def _per_row(name: str, value: float | Tensor, like: Float[Tensor, "B H T Dv"]) -> Float[Tensor, "B H T"]:
-    """Broadcast a float, [H] or [B, H, T]-like value to one number a row."""
-    tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device)
-    shape = like.shape[:3]
-    tensor = tensor[:, None] if tensor.dim() == 1 else tensor
-    if tensor.dim() == 3 and tensor.shape[1] not in (1, shape[1]):
-        tensor = repeat_heads(tensor, shape[1])
-    try:
-        return tensor.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}; it must be a number, [heads] or broadcast to {tuple(shape)}"
-        ) from None
 
 
 def _floor_ridge(ridge: Float[Tensor, "B H T"], past: Float[Tensor, "B H P Dv"]) -> Float[Tensor, "B H T"]:

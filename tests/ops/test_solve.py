@@ -170,6 +170,13 @@ def test_low_precision_error_is_at_most_twice_the_definitions(dtype):
     assert (fast.double() - exact).abs().max() <= 2 * (naive.double() - exact).abs().max()
 
 
+@pytest.mark.parametrize("solve", [kernel_solve, kernel_solve_naive])
+def test_a_scale_does_not_round_sixteen_bit_rows(solve):
+    rows, cols, rhs = (3 * torch.randn(3, 1, 2, 100, 32)).bfloat16()
+    u = solve(rows, cols, rhs.float(), ridge=1.0, strict=True, scale=0.3)
+    assert_close(u, solve(rows.float(), cols.float(), rhs.float(), ridge=1.0, strict=True, scale=0.3))
+
+
 def test_no_pass_holds_a_matrix_of_all_pairs():
     """Every tensor either pass makes at T = 1024 is smaller than the T x T matrix of one head."""
     from torch.utils._python_dispatch import TorchDispatchMode
