@@ -106,15 +106,21 @@ def _attend(
     mask: Bool[Tensor, "B S"] | None,
     segments: Int[Tensor, "B S"] | None,
 ) -> Float[Tensor, "B H T Dv"]:
-    rows, cols = q.shape[2], k.shape[2]
-    k, v = (repeat_heads(zero_padding(t, mask), q.shape[1]) for t in (k, v))
-    if mask is None and segments is None and (not causal or rows == cols or rows == 1):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal and rows > 1, scale=scale)
+    shape, cols = q.shape[:3], k.shape[2]
+    heads, rows = shape[1:]
+    q = zero_padding(q, mask, rows=True)
+    k, v = (zero_padding(t, mask) for t in (k, v))
+    if rows == 1 and k.shape[1] == v.shape[1]:  # decoding: a group's queries become rows, and no key is copied for them
+        q = q.reshape(shape[0], k.shape[1], heads // k.shape[1], q.shape[3])
+    else:
+        k, v = (repeat_heads(t, heads) for t in (k, v))
+    if mask is None and segments is None and (not causal or rows in (1, cols)):
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal and rows > 1, scale=scale)
+        return o.reshape(*shape, v.shape[3])
     allowed = visible(rows, cols, q.device, causal=causal, mask=mask, segments=segments)[:, None]
     blind = ~allowed.any(-1, keepdim=True)  # a row of -inf alone would be NaN: let it see all, then drop it
-    q = zero_padding(q, mask, rows=True)
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed | blind, scale=scale)
-    return o.masked_fill(blind, 0.0)
+    return o.masked_fill(blind, 0.0).reshape(*shape, v.shape[3])
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, segments: Tensor | None) -> None:

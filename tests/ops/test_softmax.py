@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from mercer.bench import peak_bytes
 from mercer.ops import softmax_attention, softmax_attention_naive
 
 
@@ -60,6 +61,13 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
     for gradient in torch.autograd.grad(o.sum(), tensors):
         assert gradient.isfinite().all()
         assert gradient[:, :, :3].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_decoding_with_grouped_queries_repeats_no_key(masked):
+    q, k, v = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 4096, 64), torch.randn(1, 2, 4096, 64)
+    segments = torch.zeros(1, 4096, dtype=torch.long) if masked else None
+    assert peak_bytes(lambda: softmax_attention(q, k, v, segments=segments)) < k.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
