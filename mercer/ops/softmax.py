@@ -106,8 +106,11 @@ def _attend(
     mask: Bool[Tensor, "B S"] | None,
     segments: Int[Tensor, "B S"] | None,
 ) -> Float[Tensor, "B H T Dv"]:
-    shape, cols = q.shape[:3], k.shape[2]
-    heads, rows = shape[1:]
+    shape, cols, width = (*q.shape[:3], v.shape[3]), k.shape[2], max(q.shape[3], v.shape[3])
+    heads, rows = shape[1:3]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    # the fused kernels want one width of all three; with two PyTorch falls back to a T x S matrix
+    q, k, v = (t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3])) for t in (q, k, v))
     q = zero_padding(q, mask, rows=True)
     k, v = (zero_padding(t, mask) for t in (k, v))
     if rows == 1 and k.shape[1] == v.shape[1]:  # decoding: a group's queries become rows, and no key is copied for them
@@ -116,11 +119,11 @@ def _attend(
         k, v = (repeat_heads(t, heads) for t in (k, v))
     if mask is None and segments is None and (not causal or rows in (1, cols)):
         o = F.scaled_dot_product_attention(q, k, v, is_causal=causal and rows > 1, scale=scale)
-        return o.reshape(*shape, v.shape[3])
+        return o[..., : shape[3]].reshape(shape)
     allowed = visible(rows, cols, q.device, causal=causal, mask=mask, segments=segments)[:, None]
     blind = ~allowed.any(-1, keepdim=True)  # a row of -inf alone would be NaN: let it see all, then drop it
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed | blind, scale=scale)
-    return o.masked_fill(blind, 0.0).reshape(*shape, v.shape[3])
+    return o[..., : shape[3]].masked_fill(blind, 0.0).reshape(shape)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, segments: Tensor | None) -> None:

@@ -63,6 +63,16 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
         assert gradient[:, :, :3].count_nonzero() == 0
 
 
+@pytest.mark.parametrize(("width", "value_width"), [(8, 8), (8, 16), (16, 8)])
+def test_no_pass_holds_a_matrix_of_all_pairs(width, value_width):
+    q, k = torch.randn(2, 1, 1, 1024, width, requires_grad=True)
+    v = torch.randn(1, 1, 1024, value_width, requires_grad=True)
+    forward = lambda: softmax_attention(q, k, v)
+    matrix_bytes = 4 * 1024 * 1024
+    assert peak_bytes(forward) < matrix_bytes
+    assert peak_bytes(lambda: torch.autograd.grad(forward().sum(), (q, k, v))) < matrix_bytes
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_decoding_with_grouped_queries_repeats_no_key(masked):
     q, k, v = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 4096, 64), torch.randn(1, 2, 4096, 64)
