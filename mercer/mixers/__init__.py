@@ -30,15 +30,17 @@ MIXERS: dict[str, type[Mixer]] = {
 }
 
 
-def mixer_options(name: str) -> dict[str, Any]:
+def mixer_options(name: str, **chosen: Any) -> dict[str, Any]:
     """Return the options the mixer called `name` takes, with their default values.
+
+    `chosen` are the options given: a mixer of a feature map takes those of the map that `features` names.
 
     >>> mixer_options("local_linear")
     {'ridge': 1.0, 'scale': None}
     """
     if name not in MIXERS:
         raise unknown("mixer", name, MIXERS)
-    return MIXERS[name].options()
+    return MIXERS[name].options(**chosen)
 
 
 def build_mixer(
@@ -71,7 +73,7 @@ def build_mixer(
     >>> build_mixer("cubit", num_heads=4, head_dim=8, hidden_size=32, share=True).num_kv_heads
     4
     """
-    known = mixer_options(name)
+    known = mixer_options(name, **options)
     for option in options:
         if option not in known:
             raise ValueError(f"unknown option {option!r} for mixer {name!r}; it takes {', '.join(sorted(known))}")

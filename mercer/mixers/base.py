@@ -90,8 +90,11 @@ class Mixer(nn.Module, abc.ABC):
         """
 
     @classmethod
-    def options(cls) -> dict[str, Any]:
-        """Return the options besides the sizes that the constructor takes, with their default values."""
+    def options(cls, **chosen: Any) -> dict[str, Any]:
+        """Return the options besides the sizes that the constructor takes, with their default values.
+
+        Some mixers take options of what they are made of: `chosen` are the options given so far.
+        """
         own = inspect.signature(cls).parameters.values()
         return {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY and p.name not in _SIZES} | {"scale": None}
 

@@ -100,10 +100,12 @@ class Cubit(Mixer):
         k, v = (ops.zero_padding(t, marks.mask, rows=True) for t in (k, v))
         r, norm = reference(self, k, x, rotate)
         k = append(state and state.k, k)
-        if self.share:
-            r_unit = k * (gamma(self, r.dtype) / norm_of(k))
+        r_unit = r * (gamma(self, r.dtype) / norm)
+        if self.share and state is not None:  # the past's r is its k
+            past = state.k.to(r.dtype)
+            r_unit = torch.cat([past * (gamma(self, r.dtype) / norm_of(past)), r_unit], 2)
         else:
-            r_unit = append(state and state.r_unit, r * (gamma(self, r.dtype) / norm))
+            r_unit = append(state and state.r_unit, r_unit)
         u = ops.kernel_solve(
             r, r_unit, rescaled(self, v, x), ridge=self._ridge(r.dtype), causal=self.causal,
             mask=marks.mask, segments=marks.segments, past=state and state.u,
@@ -160,7 +162,7 @@ def rescaled(mixer: Any, v: Tensor, x: Tensor | None) -> Float[Tensor, "B Hk T D
         return v
     weight = mixer.rescale_proj(_required(x)).to(v.dtype).sigmoid()
     s = mixer.rescale_lower.to(v.dtype) + mixer.rescale_range.to(v.dtype) * weight
-    return ops.repeat_heads(s.transpose(1, 2)[..., None], v.shape[1]) * v
+    return s.transpose(1, 2)[..., None] * v
 
 
 def gamma(mixer: Any, dtype: torch.dtype) -> Float[Tensor, "Hk 1 1"]:

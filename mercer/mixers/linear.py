@@ -13,13 +13,20 @@ from .base import Mixer, marks_of_new, refuse_state
 def mix(mixer: Mixer, features: FeatureMap, q, k, v, mask, segments, state: ops.LinearState | None):
     """Return o_i = sum_j phi(q_i).phi(k_j) v_j / sum_j phi(q_i).phi(k_j); the scale is split between q and k."""
     refuse_state(mixer, state)
-    root = abs(mixer.scale) ** 0.5
+    root = root_scale(mixer)
     mask, segments = marks_of_new(q.shape[2], mask, segments)
     q, k = (ops.zero_padding(t, mask) for t in (q, k))  # a NaN there would reach the map's own gradients
     o, state = ops.linear_attention(
         features(root * q), features(root * k), v, causal=mixer.causal, mask=mask, segments=segments, state=state
     )
     return o, state if mixer.causal else None
+
+
+def root_scale(mixer: Mixer) -> float:
+    """Return the factor on q and on k whose square is the factor on their product."""
+    if mixer.scale < 0:
+        raise ValueError(f"scale ({mixer.scale}) must not be negative: {type(mixer).__name__} splits it over q and k")
+    return mixer.scale**0.5
 
 
 def own_features(mixer: Mixer, name: str, num_features: int, options: dict[str, Any]) -> FeatureMap:
@@ -54,7 +61,7 @@ class Performer(Mixer):
         self.features = own_features(self, "favor", num_features, own)
 
     @classmethod
-    def options(cls):
+    def options(cls, **chosen):
         return super().options() | feature_options("favor")
 
     def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: ops.LinearState | None = None):
@@ -81,7 +88,7 @@ class Lfk(Mixer):
         self.features = own_features(self, "lfk", num_features, own)
 
     @classmethod
-    def options(cls):
+    def options(cls, **chosen):
         return super().options() | feature_options("lfk")
 
     def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: ops.LinearState | None = None):
@@ -108,7 +115,7 @@ class Darkformer(Mixer):
         self.features = own_features(self, "darkformer", num_features, own)
 
     @classmethod
-    def options(cls):
+    def options(cls, **chosen):
         return super().options() | feature_options("darkformer")
 
     def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: ops.LinearState | None = None):
@@ -141,8 +148,8 @@ class Particle(Mixer):
             self.scale = 1.0
 
     @classmethod
-    def options(cls):
-        return super().options() | feature_options("softplus")
+    def options(cls, *, features="softplus", **chosen):
+        return super().options() | feature_options(features)
 
     def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: ops.LinearState | None = None):
         return mix(self, self.features, q, k, v, mask, segments, state)

@@ -11,7 +11,7 @@ from ..errors import unknown
 from ..features import build_features, feature_options
 from .base import Mixer, marks_of_new, refuse_state
 from .cubit import add_parameters, gamma, reference, rescaled, start_values
-from .linear import split_options
+from .linear import root_scale, split_options
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class LinearCubit(Mixer):
         add_parameters(self, share=share, lrr=lrr)
 
     @classmethod
-    def options(cls):
-        return super().options() | feature_options("darkformer")
+    def options(cls, *, features="darkformer", **chosen):
+        return super().options() | feature_options(features)
 
     def initial_values(self):
         return start_values(self)
@@ -97,7 +97,7 @@ class LinearCubit(Mixer):
             rows, cols, rescaled(self, v, x), ridge=self.log_ridge.to(r.dtype).exp(),
             mask=mask, segments=segments, state=state and state.system,
         )  # fmt: skip
-        root = abs(self.scale) ** 0.5
+        root = root_scale(self)
         o, smoother = ops.linear_attention(
             self.features(root * q), self.features(root * k), u,
             mask=mask, segments=segments, state=state and state.smoother,

@@ -48,8 +48,7 @@ class Random(Mixer):
         refuse_state(self, state)
         seen, marks = (0, Marks()) if state is None else (state.k.shape[2], state.marks)
         marks = marks.extend(seen, q.shape[2], mask, segments)
-        allowed = ops.visible(q.shape[2], seen + q.shape[2], q.device, mask=marks.mask, segments=marks.segments)
-        position = allowed.sum(-1) - 1
+        position = _positions(seen, q.shape[2], marks, q.device)
         k = append(state and state.k, self._wave(1, position, v))
         v = append(state and state.v, v)
         o = ops.softmax_attention(
@@ -62,3 +61,12 @@ class Random(Mixer):
         frequency, phase = self.waves[side].double()[..., None, :]
         wave = torch.cos(position.double()[:, None, :, None] * frequency + phase)
         return wave.to(torch.promote_types(like.dtype, torch.float32)).expand(like.shape[0], -1, -1, -1)
+
+
+def _positions(seen: int, new: int, marks: Marks, device: torch.device) -> Int[Tensor, "#B T"]:
+    """Count the real tokens of the same document before each new one."""
+    if marks.segments is not None:
+        return ops.visible(new, seen + new, device, mask=marks.mask, segments=marks.segments).sum(-1) - 1
+    if marks.mask is not None:
+        return marks.mask.cumsum(1)[:, seen:] - 1
+    return torch.arange(seen, seen + new, device=device)[None]

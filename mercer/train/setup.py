@@ -26,7 +26,7 @@ def resolve(recipe: Recipe) -> Recipe:
     model = recipe.model
     if model.size not in SIZES:
         raise unknown("size", model.size, SIZES)
-    takes = sorted(mixer_options(model.mixer))
+    takes = sorted(mixer_options(model.mixer, **model.mixer_options))
     for option in model.mixer_options:
         if option not in takes:
             raise ValueError(f"unknown option {option!r} for mixer {model.mixer!r}; it takes {', '.join(takes)}")
