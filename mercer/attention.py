@@ -13,10 +13,11 @@ from .mixers import build_mixer
 
 @dataclass(frozen=True)
 class AttentionState:
-    """The mixer's state and how many real tokens each row has seen."""
+    """The mixer's state, and where each row stands: in which packed document, how many real tokens into it."""
 
     mixer: Any
     positions: Int[Tensor, " B"]
+    segment: Int[Tensor, " B"]
 
 
 def rotate_half(
@@ -109,13 +110,12 @@ class MixerAttention(nn.Module):
             x: hidden states of the new tokens.
             state: what an earlier call returned.
             mask: True = real token, over the new tokens or over the past and the new ones.
-            segments: equal = same packed document; positions restart with each. Without a state only.
+            segments: equal = same packed document, as `mask`; positions restart with each.
 
         Returns:
             The output and the state after it (None if bidirectional).
         """
-        seen = x.new_zeros(len(x), dtype=torch.long) if state is None else state.positions
-        positions, counted = self._positions(x, seen, mask, segments)
+        positions, after = _positions(x, state, mask, segments)
         rotate = partial(rotate_half, positions=positions) if self.rotary else None
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.mixer.head_dim)).transpose(1, 2)
@@ -127,20 +127,27 @@ class MixerAttention(nn.Module):
             q, k, v, x=x, rotate=rotate, mask=mask, segments=segments, state=None if state is None else state.mixer
         )
         y = self.o_proj(o.transpose(1, 2).flatten(2))
-        return y, AttentionState(mixer_state, seen + counted) if self.mixer.causal else None
+        return y, AttentionState(mixer_state, *after) if self.mixer.causal else None
 
-    @staticmethod
-    def _positions(
-        x: Tensor, seen: Int[Tensor, " B"], mask: Tensor | None, segments: Tensor | None
-    ) -> tuple[Int[Tensor, "B T"], Int[Tensor, " B"]]:
-        """Count real tokens, from the start of the document; return the positions and how many came on."""
-        batch, length = x.shape[:2]
-        real = torch.ones(batch, length, dtype=torch.long, device=x.device)
-        if mask is not None:
-            real = mask[:, -length:].long()
-        positions = real.cumsum(1) - 1 + seen[:, None]
-        if segments is not None:
-            new = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))[:, -length:]
-            before = torch.where(new, positions - real + 1, 0).cummax(1).values
-            positions = positions - before
-        return positions.clamp(min=0), real.sum(1)
+
+def _positions(
+    x: Float[Tensor, "B T E"], state: AttentionState | None, mask: Tensor | None, segments: Tensor | None
+) -> tuple[Int[Tensor, "B T"], tuple[Int[Tensor, " B"], Int[Tensor, " B"]]]:
+    """Count real tokens from the start of their document; return the positions, and where each row stands after them.
+
+    As everywhere, tokens without segments go on in the last document, and a past without segments was document 0.
+    """
+    batch, length = x.shape[:2]
+    nothing = torch.zeros(batch, dtype=torch.long, device=x.device)
+    seen, segment = (nothing, nothing) if state is None else (state.positions, state.segment)
+    real = torch.ones(batch, length, dtype=torch.long, device=x.device)
+    if mask is not None:
+        real = mask[:, mask.shape[1] - length :].long()
+    positions = real.cumsum(1) - 1 + seen[:, None]
+    if segments is None:
+        return positions.clamp(min=0), (seen + real.sum(1), segment)
+    segments = torch.cat([segment[:, None], segments[:, segments.shape[1] - length :].long()], 1)
+    begins = segments[:, 1:] != segments[:, :-1]
+    started = torch.where(begins, positions - real + 1, 0).cummax(1).values
+    after = seen + real.sum(1) - torch.nn.functional.pad(started, (1, 0))[:, -1]
+    return (positions - started).clamp(min=0), (after, segments[:, -1])

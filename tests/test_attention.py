@@ -56,6 +56,22 @@ def test_packed_documents_start_their_positions_again(mixer):
 
 
 @every_mixer
+@pytest.mark.parametrize("left", [0, 3])
+def test_a_packed_stream_can_be_split(mixer, left):
+    attention, x = build(mixer), torch.randn(1, 20, 32, dtype=torch.float64)
+    segments = torch.tensor([[4] * 8 + [1] * 7 + [6] * 5])
+    mask = (torch.arange(20) >= left)[None]
+    whole, _ = attention(x, segments=segments, mask=mask)
+    for cuts in ((5, 15), (8, 12), (2, 18), (1, 19)):
+        state, parts = None, []
+        for start, stop in zip((0, *cuts), (*cuts, 20), strict=True):
+            at = slice(start, stop)
+            y, state = attention(x[:, at], state, mask=mask[:, at], segments=segments[:, at])
+            parts.append(y)
+        assert_close(torch.cat(parts, 1)[:, left:], whole[:, left:], rtol=1e-8, atol=1e-9)
+
+
+@every_mixer
 @pytest.mark.filterwarnings("ignore:a bidirectional Cubit system")
 def test_bidirectional_outputs_see_the_future_or_are_refused(mixer, without_shape_checks):
     if mixer in ("deltaformer", "linear_cubit"):  # both solve in order: without a future there is nothing to see
