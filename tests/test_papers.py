@@ -111,6 +111,73 @@ def test_local_linear_regression_appendix_e():
     assert_close(o, local_linear_attention(q, k, v, ridge=0.3))
 
 
+def exponential_features(x, omega, metric):
+    """phi(x) of one head: exp(omega.Mx - ||Mx||^2 / 2) / sqrt(m)."""
+    mapped = metric @ x
+    return torch.stack([torch.exp(w @ mapped - mapped @ mapped / 2) for w in omega]) / math.sqrt(len(omega))
+
+
+def smooth(weights, values):
+    return sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
+
+
+@pytest.mark.parametrize("name", ["performer", "lfk", "darkformer"])
+def test_random_features_of_the_softmax_kernel(name):
+    attention = MixerAttention(E, H, mixer=name, num_features=6).double()
+    features, x = attention.mixer.features, torch.randn(1, T, E, dtype=torch.float64)
+    if name == "darkformer":
+        torch.nn.init.normal_(features.metric)
+    q, k, v = (projected(attention, x[0], f"{n}_proj") for n in "qkv")
+    o = torch.zeros(T, H, D, dtype=torch.float64)
+    for h in range(H):
+        metric = features.metric[h] if name == "darkformer" else torch.eye(D, dtype=torch.float64)
+        phi = lambda z, t, h=h, metric=metric: exponential_features(turn(z, t) / D**0.25, features.omega[h], metric)
+        for t in range(T):
+            o[t, h] = smooth([phi(q[t, h], t) @ phi(k[j, h], j) for j in range(t + 1)], v[: t + 1, h])
+    assert_close(attention(x)[0][0], attention.o_proj(o.view(T, E)), rtol=1e-9, atol=1e-9)
+
+
+def test_particles_smooth_with_features_of_the_unscaled_vectors():
+    mixer = build_mixer("particle", num_heads=1, head_dim=D, features="sigmoid2", num_features=6).double()
+    q, k, v = torch.randn(3, 1, 1, T, D, dtype=torch.float64)
+    omega = mixer.features.omega[0]
+
+    def phi(x):  # Coulomb, App. C: the features of a token are rescaled to sum sqrt(M)
+        found = torch.stack([1 / (1 + torch.exp(-(w @ x))) ** 2 for w in omega])
+        return math.sqrt(len(omega)) * found / found.sum()
+
+    for t in range(T):
+        weights = [phi(q[0, 0, t]) @ phi(k[0, 0, j]) for j in range(t + 1)]
+        assert_close(mixer(q, k, v)[0][0, 0, t], smooth(weights, v[0, 0, : t + 1]))
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_linear_cubit(share):
+    """u_t = (s_t v_t - sum_{j<t} P_tj u_j) / (P_tt + ridge), with the kernels of both steps through features."""
+    attention = MixerAttention(E, H, mixer="linear_cubit", features="favor", num_features=6, share=share).double()
+    m, x = attention.mixer, torch.randn(1, T, E, dtype=torch.float64)
+    randomise(m)
+    q, k, v = (projected(attention, x[0], f"{n}_proj") for n in "qkv")
+    r = k if share else m.r_proj(x[0]).view(T, H, D)
+    o, eye = torch.zeros(T, H, D, dtype=torch.float64), torch.eye(D, dtype=torch.float64)
+    for h in range(H):
+        kernel = lambda a, b, omega: exponential_features(a, omega, eye) @ exponential_features(b, omega, eye)
+        rows = [turn(r[t, h], t) / D**0.25 for t in range(T)]
+        units = [turn(D**0.25 * m.gamma[h] * r[t, h] / r[t, h].norm(), t) for t in range(T)]
+        at = lambda z, h=h: [turn(z[t, h], t) / D**0.25 for t in range(T)]
+        q_hat, k_hat = at(q), at(k)
+        u = []
+        for t in range(T):
+            z = m.rescale_proj.weight[h] @ x[0, t] + m.rescale_proj.bias[h]
+            s = m.rescale_lower[h] + m.rescale_range[h] / (1 + torch.exp(-z))
+            p = [kernel(rows[t], units[j], m.reference_features.omega[h]) for j in range(t + 1)]
+            total = sum(p)
+            rest = s * v[t, h] - sum((w / total * value for w, value in zip(p[:-1], u, strict=True)), 0 * v[t, h])
+            u.append(rest / (p[t] / total + torch.exp(m.log_ridge[h])))
+            o[t, h] = smooth([kernel(q_hat[t], k_hat[j], m.features.omega[h]) for j in range(t + 1)], u)
+    assert_close(attention(x)[0][0], attention.o_proj(o.view(T, E)), rtol=1e-8, atol=1e-8)
+
+
 # The facts of the Cubit paper
 
 
