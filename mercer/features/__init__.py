@@ -50,7 +50,7 @@ def feature_options(name: str) -> dict[str, Any]:
     return {
         parameter.name: parameter.default
         for parameter in ({**inherited, **own}).values()
-        if parameter.name not in (*_SIZES, "options")
+        if parameter.name not in (*_SIZES, "sizes", "options")
     }
 
 

@@ -29,9 +29,7 @@ class Favor(FeatureMap):
     `log phi_j(x) = omega_j.x - ||x||^2 / 2 - log(M) / 2`, omega_j ~ N(0, I) fixed.
 
     Args:
-        num_heads: see `FeatureMap`.
-        head_dim: see `FeatureMap`.
-        num_features: see `FeatureMap`.
+        *sizes: see `FeatureMap`.
         **options: see `FeatureMap`.
 
     Source:
@@ -43,8 +41,8 @@ class Favor(FeatureMap):
 
     exponential = True
 
-    def __init__(self, num_heads: int, head_dim: int, num_features: int = 256, **options: Any):
-        super().__init__(num_heads, head_dim, num_features, **options)
+    def __init__(self, *sizes: int, **options: Any):
+        super().__init__(*sizes, **options)
         self.register_initial_values()
 
     def log_features(self, x):
@@ -57,9 +55,7 @@ class Hyperbolic(FeatureMap):
     `log phi(x) = +-omega_j.x - ||x||^2 / 2 - log(M) / 2`, with M / 2 directions omega_j ~ N(0, I).
 
     Args:
-        num_heads: see `FeatureMap`.
-        head_dim: see `FeatureMap`.
-        num_features: M, even.
+        *sizes: see `FeatureMap`; num_features is even.
         **options: see `FeatureMap`.
 
     Source:
@@ -69,8 +65,8 @@ class Hyperbolic(FeatureMap):
     exponential = True
     per_direction = 2
 
-    def __init__(self, num_heads: int, head_dim: int, num_features: int = 256, **options: Any):
-        super().__init__(num_heads, head_dim, num_features, **options)
+    def __init__(self, *sizes: int, **options: Any):
+        super().__init__(*sizes, **options)
         self.register_initial_values()
 
     def log_features(self, x):
@@ -84,9 +80,7 @@ class Oprf(FeatureMap):
     with the root B of the proposal's covariance B^2 and A = (I - B^2) / 4.
 
     Args:
-        num_heads: see `FeatureMap`.
-        head_dim: see `FeatureMap`.
-        num_features: see `FeatureMap`.
+        *sizes: see `FeatureMap`.
         mean_square: estimate of E||q + k||^2 that sets the start, B = b I. Default: 2 sqrt(D), of unit normal
             queries and keys scaled by D^(-1/4). `set_proposal` fits B to a covariance.
         **options: see `FeatureMap`.
@@ -99,17 +93,9 @@ class Oprf(FeatureMap):
     proposal: Tensor  # B
     bias: Tensor  # w'Aw + log det(B) / 2, while omega = B w
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        num_features: int = 256,
-        *,
-        mean_square: float | None = None,
-        **options: Any,
-    ):
-        super().__init__(num_heads, head_dim, num_features, **options)
-        self.mean_square = 2 * math.sqrt(head_dim) if mean_square is None else mean_square
+    def __init__(self, *sizes: int, mean_square: float | None = None, **options: Any):
+        super().__init__(*sizes, **options)
+        self.mean_square = 2 * math.sqrt(self.head_dim) if mean_square is None else mean_square
         self.register_initial_values()
 
     def initial_values(self):
@@ -144,9 +130,7 @@ class Darkformer(FeatureMap):
     seed. With `proposal`, w_j is drawn from a proposal as in `Oprf`, and the kernel stays.
 
     Args:
-        num_heads: see `FeatureMap`.
-        head_dim: see `FeatureMap`.
-        num_features: see `FeatureMap`.
+        *sizes: see `FeatureMap`.
         rank: rows of M; default D.
         proposal: whether to carry a proposal B, the identity until `set_proposal`.
         **options: see `FeatureMap`.
@@ -164,20 +148,11 @@ class Darkformer(FeatureMap):
     proposal: Tensor | None
     bias: Tensor | None
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        num_features: int = 256,
-        *,
-        rank: int | None = None,
-        proposal: bool = False,
-        **options: Any,
-    ):
-        super().__init__(num_heads, head_dim, num_features, **options)
-        self._rank = head_dim if rank is None else rank
-        if not 1 <= self._rank <= head_dim:
-            raise ValueError(f"rank ({rank}) must be between 1 and head_dim ({head_dim}): M maps R^D to R^rank")
+    def __init__(self, *sizes: int, rank: int | None = None, proposal: bool = False, **options: Any):
+        super().__init__(*sizes, **options)
+        self._rank = self.head_dim if rank is None else rank
+        if not 1 <= self._rank <= self.head_dim:
+            raise ValueError(f"rank ({rank}) must be between 1 and head_dim ({self.head_dim}): M maps R^D to R^rank")
         self.carries_proposal = proposal
         self.register_initial_values()
         if not proposal:

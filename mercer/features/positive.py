@@ -15,9 +15,7 @@ class Elu(FeatureMap):
     """max(1 + ELU(t / tau + b), floor), per token rescaled to sum sqrt(M).
 
     Args:
-        num_heads: see `FeatureMap`.
-        head_dim: see `FeatureMap`.
-        num_features: see `FeatureMap`.
+        *sizes: see `FeatureMap`.
         tau: temperature.
         shift: b.
         floor: least feature before the rescaling.
@@ -29,17 +27,14 @@ class Elu(FeatureMap):
 
     def __init__(
         self,
-        num_heads: int,
-        head_dim: int,
-        num_features: int = 256,
-        *,
+        *sizes: int,
         tau: float = 1.0,
         shift: float = 0.0,
         floor: float = 1e-6,
         directions: str = "gaussian",
         **options: Any,
     ):
-        super().__init__(num_heads, head_dim, num_features, directions=directions, **options)
+        super().__init__(*sizes, directions=directions, **options)
         _positive(tau=tau, floor=floor)
         self.tau, self.shift, self.floor = tau, shift, floor
         self.register_initial_values()
@@ -54,9 +49,7 @@ class Softplus(FeatureMap):
     """softplus(t / tau) + floor, per token rescaled to sum sqrt(M).
 
     Args:
-        num_heads: see `FeatureMap`.
-        head_dim: see `FeatureMap`.
-        num_features: see `FeatureMap`.
+        *sizes: see `FeatureMap`.
         tau: temperature.
         floor: added to every feature before the rescaling.
         **options: see `FeatureMap`; directions are N(0, I/D), gaussian.
@@ -67,31 +60,26 @@ class Softplus(FeatureMap):
 
     def __init__(
         self,
-        num_heads: int,
-        head_dim: int,
-        num_features: int = 256,
-        *,
+        *sizes: int,
         tau: float = 1.0,
         floor: float = 1e-6,
         directions: str = "gaussian",
         **options: Any,
     ):
-        super().__init__(num_heads, head_dim, num_features, directions=directions, **options)
+        super().__init__(*sizes, directions=directions, **options)
         _positive(tau=tau, floor=floor)
         self.tau, self.floor = tau, floor
         self.register_initial_values()
 
     def log_features(self, x):
-        return unit_sum(torch.log(F.softplus(project(x, self.omega) / self.tau) + self.floor))
+        return _log_softplus(project(x, self.omega) / self.tau, self.floor)
 
 
 class PorfSoftplus(FeatureMap):
     """softplus(t / tau) + floor at directions in orthogonal blocks, per token rescaled to sum sqrt(M).
 
     Args:
-        num_heads: see `FeatureMap`.
-        head_dim: see `FeatureMap`.
-        num_features: see `FeatureMap`.
+        *sizes: see `FeatureMap`.
         tau: temperature.
         floor: added to every feature before the rescaling.
         **options: see `FeatureMap`; directions are of N(0, I/D), orthogonal at the start.
@@ -100,32 +88,21 @@ class PorfSoftplus(FeatureMap):
         Coulomb (arXiv:2607.23869), App. C, porf-softplus.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        num_features: int = 256,
-        *,
-        tau: float = 1.0,
-        floor: float = 1e-6,
-        **options: Any,
-    ):
-        super().__init__(num_heads, head_dim, num_features, **options)
+    def __init__(self, *sizes: int, tau: float = 1.0, floor: float = 1e-6, **options: Any):
+        super().__init__(*sizes, **options)
         _positive(tau=tau, floor=floor)
         self.tau, self.floor = tau, floor
         self.register_initial_values()
 
     def log_features(self, x):
-        return unit_sum(torch.log(F.softplus(project(x, self.omega) / self.tau) + self.floor))
+        return _log_softplus(project(x, self.omega) / self.tau, self.floor)
 
 
 class Sigmoid2(FeatureMap):
     """sigmoid(t / tau)^2, per token rescaled to sum sqrt(M).
 
     Args:
-        num_heads: see `FeatureMap`.
-        head_dim: see `FeatureMap`.
-        num_features: see `FeatureMap`.
+        *sizes: see `FeatureMap`.
         tau: temperature.
         **options: see `FeatureMap`; directions are N(0, I/D), gaussian.
 
@@ -133,17 +110,8 @@ class Sigmoid2(FeatureMap):
         Coulomb (arXiv:2607.23869), App. C.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        num_features: int = 256,
-        *,
-        tau: float = 1.0,
-        directions: str = "gaussian",
-        **options: Any,
-    ):
-        super().__init__(num_heads, head_dim, num_features, directions=directions, **options)
+    def __init__(self, *sizes: int, tau: float = 1.0, directions: str = "gaussian", **options: Any):
+        super().__init__(*sizes, directions=directions, **options)
         _positive(tau=tau)
         self.tau = tau
         self.register_initial_values()
@@ -156,9 +124,7 @@ class SoftmaxFeat(FeatureMap):
     """sqrt(M) softmax over the features of t / tau.
 
     Args:
-        num_heads: see `FeatureMap`.
-        head_dim: see `FeatureMap`.
-        num_features: see `FeatureMap`.
+        *sizes: see `FeatureMap`.
         tau: temperature.
         **options: see `FeatureMap`; directions are N(0, I/D), gaussian.
 
@@ -166,17 +132,8 @@ class SoftmaxFeat(FeatureMap):
         Coulomb (arXiv:2607.23869), App. C; not Efficient Attention, whose keys take the softmax over time.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        num_features: int = 256,
-        *,
-        tau: float = 1.0,
-        directions: str = "gaussian",
-        **options: Any,
-    ):
-        super().__init__(num_heads, head_dim, num_features, directions=directions, **options)
+    def __init__(self, *sizes: int, tau: float = 1.0, directions: str = "gaussian", **options: Any):
+        super().__init__(*sizes, directions=directions, **options)
         _positive(tau=tau)
         self.tau = tau
         self.register_initial_values()
@@ -189,9 +146,7 @@ class Cos2(FeatureMap):
     """cos(t + b)^2 with fixed phases b, per token rescaled to sum sqrt(M).
 
     Args:
-        num_heads: see `FeatureMap`.
-        head_dim: see `FeatureMap`.
-        num_features: see `FeatureMap`.
+        *sizes: see `FeatureMap`.
         **options: see `FeatureMap`; directions are N(0, I/D), gaussian; phases are uniform.
 
     Source:
@@ -200,16 +155,8 @@ class Cos2(FeatureMap):
 
     phase: Tensor
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        num_features: int = 256,
-        *,
-        directions: str = "gaussian",
-        **options: Any,
-    ):
-        super().__init__(num_heads, head_dim, num_features, directions=directions, **options)
+    def __init__(self, *sizes: int, directions: str = "gaussian", **options: Any):
+        super().__init__(*sizes, directions=directions, **options)
         self.register_initial_values()
 
     def initial_values(self):
@@ -227,6 +174,10 @@ class Cos2(FeatureMap):
 def project(x: Float[Tensor, "B Hk N D"], omega: Float[Tensor, "Hk M D"]) -> Float[Tensor, "B Hk N M"]:
     """Return t = omega.x."""
     return x @ omega.to(x.dtype).mT
+
+
+def _log_softplus(t: Float[Tensor, "B Hk N M"], floor: float) -> Float[Tensor, "B Hk N M"]:
+    return unit_sum(torch.log(F.softplus(t) + floor))
 
 
 def _positive(**options: float) -> None:
