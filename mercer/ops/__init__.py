@@ -4,6 +4,8 @@ from .checks import repeat_heads, visible, zero_padding
 from .linear import LinearState, linear_attention, linear_attention_naive
 from .linear_solve import LinearSolveState, linear_kernel_solve, linear_kernel_solve_naive
 from .local_linear import local_linear_attention, local_linear_attention_naive
+from .near_far import near_far_attention
+from .near_far_definition import NearFarState, near_far_attention_naive
 from .softmax import softmax_attention, softmax_attention_naive
 from .solve import BIDIRECTIONAL_RIDGE, kernel_solve, kernel_solve_naive
 
@@ -11,6 +13,7 @@ __all__ = [
     "BIDIRECTIONAL_RIDGE",
     "LinearSolveState",
     "LinearState",
+    "NearFarState",
     "kernel_solve",
     "kernel_solve_naive",
     "linear_attention",
@@ -19,6 +22,8 @@ __all__ = [
     "linear_kernel_solve_naive",
     "local_linear_attention",
     "local_linear_attention_naive",
+    "near_far_attention",
+    "near_far_attention_naive",
     "repeat_heads",
     "softmax_attention",
     "softmax_attention_naive",
