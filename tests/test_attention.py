@@ -116,3 +116,22 @@ def test_compiles_whole(mixer):
     grads = [torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True) for loss in losses]
     for a, b in zip(*grads, strict=True):
         assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.compile
+@every_mixer
+def test_compiles_once_for_all_lengths(mixer):
+    attention = MixerAttention(32, 4, mixer=mixer, num_kv_heads=2)
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend=count, dynamic=True)
+    with torch.no_grad():
+        for batch, length in ((2, 20), (3, 33), (2, 50)):
+            x = torch.randn(batch, length, 32)
+            assert_close(compiled(x)[0], attention(x)[0])
+    assert len(graphs) == 1

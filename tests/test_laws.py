@@ -162,6 +162,18 @@ def test_padding_changes_neither_values_nor_gradients(name, side, content):
 
 
 @every_mixer
+def test_no_value_depends_on_what_padding_holds(name):
+    mixer, inputs = build(name), {n: t.detach() for n, t in tokens(12).items()}
+    mask = torch.rand(2, 12) > 0.4
+    want, _ = mixer(**inputs, mask=mask)
+    for n, t in inputs.items():
+        (t if n == "x" else t.transpose(1, 2))[~mask] = float("nan")
+    got, _ = mixer(**inputs, mask=mask)
+    real = mask[:, None].expand(2, 4, 12)
+    close(got[real], want[real])
+
+
+@every_mixer
 def test_a_row_alone_equals_the_row_in_a_batch(name):
     mixer, inputs = build(name), tokens(33, batch=3)
     close(mixer(**inputs)[0][1:2], mixer(**at(inputs, slice(1, 2)))[0])
@@ -277,6 +289,42 @@ def test_four_thousand_tokens_stay_finite(name):
         assert gradient.isfinite().all(), n
 
 
+# Nothing at all
+
+
+@every_mixer
+@pytest.mark.parametrize(("batch", "length"), [(0, 3), (2, 0), (0, 0)])
+def test_an_empty_batch_or_sequence_gives_an_empty_output(name, batch, length):
+    mixer, inputs = build(name), tokens(length, batch=batch)
+    o, _ = mixer(**inputs, mask=torch.ones(batch, length, dtype=torch.bool))
+    assert o.shape == (batch, 4, length, 5)
+    o.sum().backward()
+
+
+@every_mixer
+def test_no_new_token_changes_nothing(name):
+    mixer, inputs = build(name), tokens(9)
+    _, state = mixer(**at(inputs, slice(None), slice(0, 5)), segments=torch.ones(2, 5, dtype=torch.long))
+    _, state = mixer(**at(inputs, slice(None), slice(5, 5)), state=state)
+    close(mixer(**at(inputs, slice(None), slice(5, None)), state=state)[0], mixer(**inputs)[0][:, :, 5:])
+
+
+@every_mixer
+def test_no_new_token_at_the_start_changes_nothing(name):
+    mixer, inputs = build(name), tokens(9)
+    nothing = torch.zeros(2, 0, dtype=torch.long)
+    _, state = mixer(**at(inputs, slice(None), slice(0, 0)), segments=nothing, mask=nothing.bool())
+    close(mixer(**inputs, state=state)[0], mixer(**inputs)[0])
+
+
+@every_mixer
+def test_on_the_meta_device_there_are_shapes_alone(name):
+    inputs = {n: t.detach().to("meta") for n, t in tokens(9).items()}
+    o, _ = build(name).to("meta")(**inputs)
+    assert o.is_meta
+    assert o.shape == (2, 4, 9, 5)
+
+
 # Training and dtypes
 
 
@@ -335,3 +383,17 @@ def test_heads_that_do_not_divide(name):
 def test_a_pairwise_mask_is_refused(name, without_shape_checks):
     with pytest.raises(ValueError, match="mask has shape"):
         build(name)(**tokens(6), mask=torch.ones(6, 6, dtype=torch.bool).expand(2, 1, 6, 6))
+
+
+@every_mixer
+def test_a_mask_of_numbers_is_refused(name, without_shape_checks):
+    with pytest.raises(ValueError, match=r"mask has dtype torch.int64; it must be bool"):
+        build(name)(**tokens(6), mask=torch.ones(2, 6, dtype=torch.long))
+
+
+@every_mixer
+@pytest.mark.parametrize("marks", ["mask", "segments"])
+def test_marks_of_more_tokens_than_there_are_are_refused(name, marks, without_shape_checks):
+    given = torch.ones(2, 8, dtype=torch.bool if marks == "mask" else torch.long)
+    with pytest.raises(ValueError, match=rf"{marks} has shape \(2, 8\); it must be \[batch, 6\] over the new tokens"):
+        build(name)(**tokens(6), **{marks: given})

@@ -104,7 +104,8 @@ class FeatureMap(nn.Module, abc.ABC):
             raise ValueError(f"x has width {x.shape[3]}; this map was made for head_dim {self.head_dim}")
         with full_precision(x.device):
             shape = x.shape[:3]
-            x = x.to(compute_dtype(x)).reshape(x.shape[0], self.num_heads, -1, x.shape[3])
+            together = x.shape[1] // self.num_heads * x.shape[2]
+            x = x.to(compute_dtype(x)).reshape(x.shape[0], self.num_heads, together, x.shape[3])
             return self.log_features(x).reshape(*shape, self.num_features)
 
     @abc.abstractmethod

@@ -121,8 +121,8 @@ class Marks:
 
         A past without marks is real and of document 0; new tokens without segments continue the last document.
         """
-        new_mask = _over_all("mask", length, new, mask)
-        new_segments = _over_all("segments", length, new, segments)
+        _check_marks(new, length + new, mask=mask, segments=segments)
+        new_mask, new_segments = mask, segments
         if new_mask is not None and new_mask.shape[1] == new:
             past = new_mask.new_ones(len(new_mask), length) if self.mask is None else self.mask
             new_mask = torch.cat([past, new_mask], 1)
@@ -132,27 +132,35 @@ class Marks:
             past = new_segments.new_zeros(len(new_segments), length) if self.segments is None else self.segments
             new_segments = torch.cat([past, new_segments], 1)
         elif new_segments is None and self.segments is not None:
-            new_segments = torch.cat([self.segments, self.segments[:, -1:].expand(-1, new)], 1)
+            last = F.pad(self.segments, (1, 0))[:, -1:]  # document 0 if the past is empty
+            new_segments = torch.cat([self.segments, last.expand(-1, new)], 1)
         return Marks(new_mask, new_segments)
 
 
-def _over_all(name: str, length: int, new: int, marks: Tensor | None) -> Tensor | None:
-    """Check that marks are over the new tokens or over all of them."""
-    if marks is not None and (marks.dim() != 2 or marks.shape[1] not in (new, length + new)):
-        raise ValueError(
-            f"{name} has shape {tuple(marks.shape)}; it must be [batch, {new}] over the new tokens "
-            f"or [batch, {length + new}] over the past and the new ones"
-        )
-    return marks
+def _check_marks(new: int, total: int | None, **marks: Tensor | None) -> None:
+    """Check that marks are over the new tokens or over all `total` of them (None: nobody counted), and the mask bool.
+
+    Operators check too, but some mixers write zeros over padding before they call one.
+    """
+    for name, given in marks.items():
+        if given is None:
+            continue
+        known = given.dim() == 2 and (given.shape[1] in (new, total) or (total is None and given.shape[1] > new))
+        if not known:
+            over_all = "" if total == new else f" or [batch, {total or 'all'}] over the past and the new ones"
+            raise ValueError(
+                f"{name} has shape {tuple(given.shape)}; it must be [batch, {new}] over the new tokens{over_all}"
+            )
+    mask = marks["mask"]
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError(f"mask has dtype {mask.dtype}; it must be bool, True = real token: pass mask.bool()")
 
 
 def marks_of_new(
-    new: int, mask: Bool[Tensor, "B N"] | None, segments: Int[Tensor, "B N"] | None
+    new: int, mask: Bool[Tensor, "B N"] | None, segments: Int[Tensor, "B N"] | None, state: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the marks of the last `new` tokens, for mixers whose state has summed up the past."""
-    for name, marks in (("mask", mask), ("segments", segments)):
-        if marks is not None and (marks.dim() != 2 or marks.shape[1] < new):
-            raise ValueError(f"{name} has shape {tuple(marks.shape)}; it must be [batch, {new}] over the new tokens")
+    """Return the marks of the last `new` tokens, for mixers whose state has summed up the past, uncounted."""
+    _check_marks(new, new if state is None else None, mask=mask, segments=segments)
     mask, segments = (None if marks is None else marks[:, marks.shape[1] - new :] for marks in (mask, segments))
     return mask, segments
 

@@ -18,7 +18,7 @@ class Constant(Mixer):
 
     def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: ops.LinearState | None = None):
         refuse_state(self, state)
-        mask, segments = marks_of_new(q.shape[2], mask, segments)
+        mask, segments = marks_of_new(q.shape[2], mask, segments, state)
         ones = v.new_zeros(*v.shape[:3], 1)  # log phi = 0
         o, state = ops.linear_attention(ones, ones, v, causal=self.causal, mask=mask, segments=segments, state=state)
         return ops.repeat_heads(o, q.shape[1]), state if self.causal else None

@@ -14,7 +14,7 @@ def mix(mixer: Mixer, features: FeatureMap, q, k, v, mask, segments, state: ops.
     """Return o_i = sum_j phi(q_i).phi(k_j) v_j / sum_j phi(q_i).phi(k_j); the scale is split between q and k."""
     refuse_state(mixer, state)
     root = root_scale(mixer)
-    mask, segments = marks_of_new(q.shape[2], mask, segments)
+    mask, segments = marks_of_new(q.shape[2], mask, segments, state)
     q, k = (ops.zero_padding(t, mask) for t in (q, k))  # a NaN there would reach the map's own gradients
     o, state = ops.linear_attention(
         features(root * q), features(root * k), v, causal=mixer.causal, mask=mask, segments=segments, state=state

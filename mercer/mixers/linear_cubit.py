@@ -87,7 +87,7 @@ class LinearCubit(Mixer):
 
     def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: LinearCubitState | None = None):
         refuse_state(self, state)
-        mask, segments = marks_of_new(q.shape[2], mask, segments)
+        mask, segments = marks_of_new(q.shape[2], mask, segments, state)
         q, k, v = (ops.zero_padding(t, mask) for t in (q, k, v))
         r, norm = reference(self, k, x, rotate)
         length = self.head_dim**0.25

@@ -1,12 +1,16 @@
 """What every operator checks and prepares at its boundary: dtypes, heads, padding masks, segments."""
 
+import contextlib
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
-def full_precision(device: torch.device) -> torch.autocast:
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
     """Return a context in which autocast is off: operators choose their own arithmetic."""
+    if device.type == "meta":  # shapes alone: there is no autocast to turn off
+        return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
@@ -16,12 +20,16 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def check_heads(num_heads: int, **tensors: Tensor) -> None:
-    """Raise ValueError unless `num_heads` is a multiple of the heads of every named [B, H, T, D] tensor."""
+    """Raise ValueError unless the named [B, H, T, D] tensors are of one batch and their heads divide `num_heads`."""
+    batch = next(iter(tensors.values())).shape[:1]
     for name, tensor in tensors.items():
         if tensor.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be [batch, heads, time, width]")
         if num_heads % tensor.shape[1]:
             raise ValueError(f"{name} has {tensor.shape[1]} heads; the query heads ({num_heads}) must be a multiple")
+        if tensor.shape[:1] != batch:
+            rows = ", ".join(f"{n} {len(t)}" for n, t in tensors.items())
+            raise ValueError(f"the batches differ ({rows} rows); expand() what all rows share")
 
 
 def repeat_heads(tensor: Float[Tensor, "B G ..."], num_heads: int) -> Float[Tensor, "B H ..."]:

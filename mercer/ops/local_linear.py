@@ -43,7 +43,7 @@ def local_linear_attention_naive(
         allowed = visible(q.shape[2], k.shape[2], q.device, causal=causal, mask=mask, segments=segments)
         weights = softmax_rows(factor * q_ @ k_.mT, allowed)
         m = torch.cat([torch.ones_like(k_[..., :1]), k_], -1)
-        penalty = torch.diag_embed(torch.cat([torch.zeros_like(q_[0, 0, :1, 0]), torch.ones_like(q_[0, 0, 0])]))
+        penalty = torch.diag_embed(torch.cat([q_.new_zeros(1), q_.new_ones(q_.shape[-1])]))
         # a row that sees nothing has no equations: give it the identity, its right-hand side is 0
         blind = (weights.sum(-1) == 0)[..., None, None]
         h = torch.einsum("bhts,bhsd,bhse->bhtde", weights, m, m) + ridge * penalty
@@ -101,7 +101,7 @@ def local_linear_attention(
         q_, k_, v_ = _prepare(q, k, v, mask, segments)
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         penalty = torch.as_tensor(ridge, device=q.device, dtype=torch.float64)
-        if not torch.compiler.is_compiling() and not bool((penalty > 0).all()):
+        if not (torch.compiler.is_compiling() or penalty.is_meta) and not bool((penalty > 0).all()):
             raise ValueError(f"ridge ({float(penalty.detach().min())}) must be positive: the slopes need a penalty")
         return _fit(q_, k_, v_, penalty, mask, segments, causal, factor).to(v.dtype)
 

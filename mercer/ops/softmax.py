@@ -111,14 +111,16 @@ def _attend(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     # the fused kernels want one width of all three; with two PyTorch falls back to a T x S matrix
     q, k, v = (t if t.shape[3] == width else F.pad(t, (0, width - t.shape[3])) for t in (q, k, v))
+    if rows == 1:
+        causal = False  # one query is the last position and sees them all
     q = zero_padding(q, mask, rows=True)
     k, v = (zero_padding(t, mask) for t in (k, v))
     if rows == 1 and k.shape[1] == v.shape[1]:  # decoding: a group's queries become rows, and no key is copied for them
         q = q.reshape(shape[0], k.shape[1], heads // k.shape[1], q.shape[3])
     else:
         k, v = (repeat_heads(t, heads) for t in (k, v))
-    if mask is None and segments is None and (not causal or rows in (1, cols)):
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal and rows > 1, scale=scale)
+    if mask is None and segments is None and (not causal or rows == cols):
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
         return o[..., : shape[3]].reshape(shape)
     allowed = visible(rows, cols, q.device, causal=causal, mask=mask, segments=segments)[:, None]
     blind = ~allowed.any(-1, keepdim=True)  # a row of -inf alone would be NaN: let it see all, then drop it

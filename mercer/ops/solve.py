@@ -126,8 +126,6 @@ def kernel_solve(
         )  # fmt: skip
     with full_precision(rows.device):
         rows, cols, right, ridge, gate, past = _prepare(rows, cols, rhs, ridge, gate, scale, mask, segments, past)
-        if rows.shape[2] == 0:
-            return rhs.expand(-1, rows.shape[1], -1, -1).clone()
         u = solve_blocks(rows, cols, right, ridge, gate, past, mask, segments, strict, block_size)
         return zero_padding(u, mask, rows=True).to(rhs.dtype)
 
@@ -145,7 +143,7 @@ def _prepare(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Check the boundary; bring everything to one dtype, H heads, and zeros (diagonal 1) at padded positions."""
     heads = max(rows.shape[1], cols.shape[1], rhs.shape[1])
-    check_heads(heads, rows=rows, cols=cols, rhs=rhs)
+    check_heads(heads, rows=rows, cols=cols, rhs=rhs, **({} if past is None else {"past": past}))
     batch, length, seen = rows.shape[0], rows.shape[2], 0 if past is None else past.shape[2]
     if rhs.shape[2] != length or cols.shape[2] != seen + length:
         raise ValueError(
@@ -168,6 +166,7 @@ def _prepare(
             zero_padding(cols, mask),
         )
         ridge = ridge.masked_fill(~mask[:, None, seen:], 1.0)
+        gate = None if gate is None else gate.masked_fill(~mask[:, None, seen:], 0.0)
     return rows, cols, rhs, ridge, gate, past
 
 

@@ -32,12 +32,12 @@ class _Blocks:
     ):
         self.rows, self.cols = rows.flatten(0, 1), cols.flatten(0, 1)
         self.heads, self.mask, self.segments, self.strict = rows.shape[1], mask, segments, strict
-        self.block, self.seen = min(block_size, rows.shape[2]), cols.shape[2] - rows.shape[2]
+        self.block, self.seen = max(1, min(block_size, rows.shape[2])), cols.shape[2] - rows.shape[2]
         self.limit = _CACHE_ELEMENTS if rows.device.type == "cpu" else _DEVICE_ELEMENTS
         corner = torch.full((self.block, self.block), -math.inf, dtype=rows.dtype, device=rows.device)
         self.future = corner.triu(0 if strict else 1)
         self.weights_buffer = rows.new_empty(
-            max(end * (stop - start) * (g.stop - g.start) for start, stop, end, g in self)
+            max((end * (stop - start) * (g.stop - g.start) for start, stop, end, g in self), default=0)
         )
 
     def __iter__(self) -> Iterator[tuple[int, int, int, slice]]:

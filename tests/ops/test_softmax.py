@@ -100,5 +100,7 @@ def test_errors_give_the_value_and_the_need(without_shape_checks):
         softmax_attention(q, k, v, mask=torch.ones(2, 1, 6, 6, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"segments has shape \(2, 5\)"):
         softmax_attention(q, k, v, segments=torch.zeros(2, 5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"the batches differ \(q 1, k 2, v 2 rows\); expand\(\) what all rows share"):
+        softmax_attention(q[:1], k, v)
     with pytest.raises(ValueError, match=r"q has shape \(2, 6, 6\); it must be \[batch, heads, time, width\]"):
         softmax_attention(q[:, 0], k, v)

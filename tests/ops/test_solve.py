@@ -218,6 +218,8 @@ def test_errors_give_the_value_and_the_need(without_shape_checks):
         kernel_solve(rows, cols, rhs, ridge=1.0, block_size=0)
     with pytest.raises(ValueError, match=r"a bidirectional system \(causal=False\) has no past"):
         kernel_solve(rows[:, :, :4], cols, rhs[:, :, :4], ridge=1.0, causal=False, past=rhs[:, :, :2])
+    with pytest.raises(ValueError, match=r"the batches differ \(rows 2, cols 2, rhs 2, past 1 rows\)"):
+        kernel_solve(rows[:, :, :4], cols, rhs[:, :, :4], ridge=1.0, past=rhs[:1, :, :2])
     with pytest.raises(ValueError, match="strict"):
         kernel_solve(rows, cols, rhs, ridge=1.0, causal=False, strict=True)
 
