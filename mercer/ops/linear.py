@@ -12,31 +12,12 @@ from .linear_passes import linear_attention_op
 
 
 @dataclass(frozen=True)
-class LinearState:
+class LinearState(Sums):
     """What causal linear attention remembers of the past: its size does not depend on the length.
 
     Per feature f, over the real tokens of the current document, `S = sum_j exp(log_k_jf - c_f) v_j` and
     `z = sum_j exp(log_k_jf - c_f)`. Gradients flow through S and z; c only fixes the unit they are counted in.
-
-    Attributes:
-        sums: S and, as a last column, z: W = Dv + 1.
-        c: log scale of both, -1e30 where there is no key yet.
-        segment: the document the sums belong to; 0 where no segments were given.
     """
-
-    sums: Float[Tensor, "B Hk m W"]
-    c: Float[Tensor, "B Hk m"]
-    segment: Int[Tensor, " B"]
-
-    @property
-    def S(self) -> Float[Tensor, "B Hk m Dv"]:
-        """Sums of weighted values."""
-        return self.sums[..., :-1]
-
-    @property
-    def z(self) -> Float[Tensor, "B Hk m"]:
-        """Sums of weights."""
-        return self.sums[..., -1]
 
 
 def linear_attention_naive(
@@ -68,7 +49,7 @@ def linear_attention_naive(
         definition = Definition.of(log_k, mask, segments, past, same=same, causal=causal)
         values = zero_padding(v.to(past.sums.dtype), mask)
         weights, before, total = definition.weights(log_q)
-        o = (weights @ repeat_heads(values, heads) + before @ repeat_heads(past.sums[..., :-1], heads)) / total
+        o = (weights @ repeat_heads(values, heads) + before @ repeat_heads(past.S, heads)) / total
         after = definition.sums_after(values)
         return o.to(v.dtype), LinearState(sums=after.sums, c=after.c, segment=after.segment)
 

@@ -13,21 +13,31 @@ from .linear_chunks import FLOOR, document_ids
 
 @dataclass(frozen=True)
 class Sums:
-    """The sums of a past, in the dtype of the arithmetic.
+    """The sums of a past, counted at a log scale of each feature.
 
     Attributes:
-        sums: S and, as a last column, z.
-        c: log scale of both, FLOOR where there is no key yet.
-        segment: the document they belong to.
+        sums: S and, as a last column, z: W = Dv + 1.
+        c: log scale of both, -1e30 where there is no key yet.
+        segment: the document the sums belong to; 0 where no segments were given.
     """
 
     sums: Float[Tensor, "B H m W"]
     c: Float[Tensor, "B H m"]
     segment: Int[Tensor, " B"]
 
+    @property
+    def S(self) -> Float[Tensor, "B H m Dv"]:
+        """Sums of weighted values."""
+        return self.sums[..., :-1]
+
+    @property
+    def z(self) -> Float[Tensor, "B H m"]:
+        """Sums of weights."""
+        return self.sums[..., -1]
+
     @classmethod
-    def of(cls, state, log_k: Tensor, v: Tensor, *others: Tensor) -> "Sums":
-        """Return those of a state, or none at all; `log_k` and `v` give the shapes."""
+    def of(cls, state: "Sums | None", log_k: Tensor, v: Tensor, *others: Tensor) -> "Sums":
+        """Return those of a state in the dtype of the arithmetic, or none at all; `log_k` and `v` give the shapes."""
         dtype = compute_dtype(log_k, v, *others)
         if state is not None:
             return cls(sums=state.sums.to(dtype), c=state.c.detach().to(dtype), segment=state.segment)
@@ -90,7 +100,7 @@ class Definition:
             rows = rows.masked_fill(~self.real[:, None, :, None], 0)
         rows = rows.clamp_min(FLOOR)
         visible, continues = self.visible(rows.shape[2])
-        keys, z, c = (repeat_heads(x, heads) for x in (self.keys, self.past.sums[..., -1], self.past.c))
+        keys, z, c = (repeat_heads(x, heads) for x in (self.keys, self.past.z, self.past.c))
         logits = torch.logsumexp(rows[..., :, None, :] + keys[..., None, :, :], -1).masked_fill(~visible, -math.inf)
         before = (rows + c[:, :, None]).masked_fill(~continues, -math.inf)
         shift = torch.cat([logits, before], -1).detach().amax(-1, keepdim=True).clamp_min(FLOOR)

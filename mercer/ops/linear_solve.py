@@ -13,31 +13,12 @@ from .linear_solve_passes import linear_kernel_solve_op
 
 
 @dataclass(frozen=True)
-class LinearSolveState:
+class LinearSolveState(Sums):
     """What forward substitution in feature space remembers: its size does not depend on the length.
 
     Per feature f, over the real tokens of the current document, `S = sum_j exp(log_cols_jf - c_f) u_j` and
     `z = sum_j exp(log_cols_jf - c_f)`. Gradients flow through S and z; c only fixes the unit they are counted in.
-
-    Attributes:
-        sums: S and, as a last column, z: W = Dv + 1.
-        c: log scale of both, -1e30 where there is no key yet.
-        segment: the document the sums belong to; 0 where no segments were given.
     """
-
-    sums: Float[Tensor, "B H m W"]
-    c: Float[Tensor, "B H m"]
-    segment: Int[Tensor, " B"]
-
-    @property
-    def S(self) -> Float[Tensor, "B H m Dv"]:
-        """Sums of weighted solutions."""
-        return self.sums[..., :-1]
-
-    @property
-    def z(self) -> Float[Tensor, "B H m"]:
-        """Sums of weights."""
-        return self.sums[..., -1]
 
 
 def linear_kernel_solve_naive(
@@ -66,7 +47,7 @@ def linear_kernel_solve_naive(
         definition = Definition.of(log_cols, mask, segments, past)
         weights, before, total = definition.weights(log_rows)
         system = weights / total + torch.diag_embed(ridge_)
-        u = torch.linalg.solve_triangular(system, right - before @ past.sums[..., :-1] / total, upper=False)
+        u = torch.linalg.solve_triangular(system, right - before @ past.S / total, upper=False)
         after = definition.sums_after(u)
         return u.to(rhs.dtype), LinearSolveState(sums=after.sums, c=after.c, segment=after.segment)
 
