@@ -49,8 +49,9 @@ def token_losses(logits: Float[Tensor, "B L V"], labels: Int[Tensor, "B L"]) -> 
     >>> token_losses(torch.zeros(1, 3, 2), torch.tensor([[0, 1, -100]]))
     tensor([[0.6931, 0.0000]])
     """
-    flat = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
-    return flat.view(labels.shape[0], labels.shape[1] - 1)
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)  # labels move and logits stay: a cut of them would be a copy
+    flat = F.cross_entropy(logits.float().flatten(0, 1), shifted.flatten(), reduction="none")
+    return flat.view(labels.shape)[:, :-1]
 
 
 def position_edges(length: int) -> list[int]:
