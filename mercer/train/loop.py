@@ -16,6 +16,7 @@ from torch import nn
 
 from mercer.data import Batch, PackedSplit
 from mercer.evaluate.perplexity import Evaluation, evaluate, forward, token_losses
+from mercer.features import redraw
 from mercer.train import checkpoint, record, results, setup, state
 from mercer.train.checkpoint import Position
 from mercer.train.distribution import World, check, distribute, gradients_shared, join, whole
@@ -161,6 +162,7 @@ class Session:
             raise FloatingPointError(self._divergence(step, loss, norm))
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
+        redraw(self.model, step)
         seconds = time.perf_counter() - start
         position = self.position
         self.position = dataclasses.replace(

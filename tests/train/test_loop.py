@@ -83,6 +83,16 @@ def test_the_saved_model_is_the_evaluated_one(recipe, tmp_path):
     assert found.loss == pytest.approx(run.valid_loss, rel=1e-6)
 
 
+def test_directions_are_redrawn_when_their_steps_are_over(recipe, tmp_path):
+    omega = []
+    for steps in (None, 4):
+        options = {"num_features": 8, "redraw_steps": steps}
+        out = tmp_path / str(steps)
+        train(change(recipe, "model", mixer="performer", mixer_options=options), out)
+        omega.append(next(t for n, t in weights(out).items() if n.endswith("omega")))
+    assert not torch.equal(*omega)
+
+
 def test_accumulated_batches_equal_one_batch(recipe, tmp_path):
     train(recipe, tmp_path / "one")
     train(change(recipe, "train", batch_size=1, accumulate=4), tmp_path / "four")
