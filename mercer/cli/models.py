@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from mercer.errors import CheckpointError
-
 
 def generate(
     folder: Path,
@@ -41,9 +39,11 @@ def generate(
     import torch
     from transformers import TextStreamer
 
+    from mercer.hf import load
+
     if threads is not None:
         torch.set_num_threads(threads)
-    tokenizer, model = load_tokenizer(path), load_model(path)
+    tokenizer, model = load_tokenizer(path), load(path)
     ids = tokenizer(prompt).input_ids
     bos = tokenizer.bos_token_id
     if bos is not None and ids[:1] != [bos]:  # every document of the training began with it
@@ -100,12 +100,13 @@ def evaluate_model(
     import torch
 
     from mercer.evaluate import evaluate
+    from mercer.hf import load
     from mercer.train import setup
     from mercer.train.loop import spaced
 
     if threads is not None:
         torch.set_num_threads(threads)
-    model = load_model(path)
+    model = load(path)
     _, packed = setup.load_data(data, seed, None)
     found = evaluate(model, spaced(packed.validation, batch_size, windows))
     _print_evaluation(found, as_json=json)
@@ -126,22 +127,6 @@ def model_folder(folder: Path) -> Path:
     if (folder / "config.yaml").is_file():
         raise FileNotFoundError(f"{folder} holds an unfinished run without a model; finish it with --resume")
     raise FileNotFoundError(f"folder {folder} holds no model: no config.json, and no model/config.json")
-
-
-def load_model(path: Path) -> Any:
-    """Load a model, saying in one line what is damaged where it is.
-
-    Raises:
-        CheckpointError: its files are damaged.
-    """
-    from safetensors import SafetensorError
-
-    from mercer.hf import load
-
-    try:
-        return load(path)
-    except SafetensorError as error:
-        raise CheckpointError(f"the model in {path} is damaged ({error}); copy it again or train again") from error
 
 
 def load_tokenizer(path: Path) -> Any:

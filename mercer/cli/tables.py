@@ -1,4 +1,4 @@
-"""`mercer list`, `mercer bench` and `mercer report`."""
+"""`mercer list` and `mercer report`."""
 
 import inspect
 from collections.abc import Callable

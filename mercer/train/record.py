@@ -57,7 +57,7 @@ class Run:
         """Read a record back.
 
         Raises:
-            ValueError: it is not JSON, of another schema version, or fields are missing; `origin` is named.
+            CheckpointError: it is not JSON, of another schema version, or fields are missing; `origin` is named.
         """
         try:
             values = json.loads(text)

@@ -1,16 +1,13 @@
 """The end of a run: its record, and its model as a folder anyone can load."""
 
-import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
 from mercer.evaluate.perplexity import Evaluation
 from mercer.train import config, record
@@ -74,8 +71,7 @@ def save_model(path: Path, model: Any, tokenizer: Any, run: record.Run, world: W
         return
     aside = path.with_name(f".{path.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    with _silent():
-        model.save_pretrained(aside, state_dict=weights)
+    model.save_pretrained(aside, state_dict=weights)
     tokenizer.save_pretrained(aside)
     replace_text(aside / "README.md", card(run))
     shutil.rmtree(path, ignore_errors=True)
@@ -87,18 +83,6 @@ def _gathered(model: Any) -> dict[str, Tensor]:
     kept = model.state_dict(keep_vars=True)
     whole_of = {id(tensor): whole(tensor.detach()).cpu() for tensor in kept.values()}
     return {name: whole_of[id(tensor)] for name, tensor in kept.items()}
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Hide the progress bar that transformers draws for every file."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def card(run: record.Run) -> str:
