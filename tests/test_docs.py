@@ -15,6 +15,7 @@ import torch
 
 import mercer
 from mercer.cli import main
+from mercer.train.config import KEYS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(mercer.__file__).parent
@@ -97,6 +98,8 @@ def test_commands_in_documents_exist(document, words):
         for word in words:
             if re.fullmatch(r"--[a-z-]+", word) and word not in ("--help",):
                 assert word in page, f"{word} is not an option of mercer {' '.join(commands)}"
+            if re.fullmatch(r"--[a-z-]+\.[a-z.-]+", word) and not word.startswith("--model.mixer-options."):
+                assert word.removeprefix("--").replace("-", "_") in KEYS, f"{word} is no key of a recipe"
     else:
         assert words[0] in ("git", "cd", "pip", "python", "torchrun", "source"), f"unknown command {words[0]}"
 

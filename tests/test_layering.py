@@ -47,7 +47,8 @@ def test_nothing_imports_upwards(file):
 
 
 def test_the_check_sees_every_form_of_import():
-    source = "import mercer.cli\ndef f():\n    from ..report import page\n    from .. import bench\n    from mercer import train"
+    lines = ["import mercer.cli", "def f():", "  from ..report import page", "  from .. import bench"]
+    source = "\n".join([*lines, "  from mercer import train"])
     assert imported_parts(ast.parse(source), PACKAGE / "ops" / "x.py") == {"cli", "report", "bench", "train"}
 
 
