@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from mercer.features import FeatureMap as FeatureMap
     from mercer.features import build_features as build_features
     from mercer.hf import attach as attach
+    from mercer.hf import calibrate as calibrate
     from mercer.hf import convert as convert
     from mercer.hf import detach as detach
+    from mercer.hf import fold as fold
     from mercer.hf import kernel_error as kernel_error
     from mercer.hf import load as load
     from mercer.mixers import MIXERS as MIXERS
@@ -41,8 +43,10 @@ _HOMES = {
     "build_mixer": "mercer.mixers",
     "MixerAttention": "mercer.attention",
     "attach": "mercer.hf",
+    "calibrate": "mercer.hf",
     "convert": "mercer.hf",
     "detach": "mercer.hf",
+    "fold": "mercer.hf",
     "kernel_error": "mercer.hf",
     "load": "mercer.hf",
     "CheckpointError": "mercer.errors",

@@ -9,6 +9,9 @@ from typing import Any
 _HOMES = {
     "attach": "exchange",
     "detach": "exchange",
+    "CalibrationReport": "calibration",
+    "calibrate": "calibration",
+    "fold": "folding",
     "Conversion": "conversion",
     "convert": "conversion",
     "Exactness": "exact",
