@@ -11,14 +11,18 @@ from torch.testing import assert_close
 from mercer import MIXERS, build_mixer
 from mercer.mixers import map_state
 
-every_mixer = pytest.mark.parametrize("name", sorted(MIXERS))
+VARIANTS = {
+    "darkformer near": ("darkformer", {"window": 5, "sinks": 2, "center": True})
+}  # options that change the path
+every_mixer = pytest.mark.parametrize("name", sorted(MIXERS) + sorted(VARIANTS))
 SIZES = {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "hidden_size": 32}
 close = partial(assert_close, rtol=1e-8, atol=1e-9)
 
 
 def build(name, dtype=torch.float64, **sizes):
     torch.manual_seed(0)
-    return build_mixer(name, **(SIZES | sizes)).to(dtype)
+    name, options = VARIANTS.get(name, (name, {}))
+    return build_mixer(name, **(SIZES | options | sizes)).to(dtype)
 
 
 def tokens(length, batch=2, dtype=torch.float64, scale=1.0, heads=4, kv_heads=2):
@@ -369,14 +373,14 @@ def test_an_unknown_mixer_is_named_with_the_choices():
 
 @every_mixer
 def test_an_unknown_option_is_named_with_the_choices(name):
-    with pytest.raises(ValueError, match=f"unknown option 'shaer' for mixer '{name}'; it takes "):
-        build_mixer(name, **SIZES, shaer=True)
+    with pytest.raises(ValueError, match=f"unknown option 'shaer' for mixer '{name.split()[0]}'; it takes "):
+        build(name, shaer=True)
 
 
 @every_mixer
 def test_heads_that_do_not_divide(name):
     with pytest.raises(ValueError, match=r"num_heads \(4\) must be a multiple of num_kv_heads \(3\)"):
-        build_mixer(name, **(SIZES | {"num_kv_heads": 3}))
+        build(name, num_kv_heads=3)
 
 
 @every_mixer

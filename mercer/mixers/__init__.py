@@ -12,6 +12,7 @@ from .linear_cubit import LinearCubit
 from .local_linear import LocalLinear
 from .random import Random
 from .softmax import Softmax
+from .window import Window
 
 __all__ = ["MIXERS", "Mixer", "build_mixer", "map_state", "mixer_options"]
 
@@ -27,6 +28,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "darkformer": Darkformer,
     "particle": Particle,
     "linear_cubit": LinearCubit,
+    "window": Window,
 }
 
 

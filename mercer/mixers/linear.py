@@ -1,25 +1,107 @@
 """Linear-time attention: the exponential kernel replaced by the product of positive features.
 
-One function mixes; the mixers differ in their feature map alone.
+One function mixes; the mixers differ in their feature map alone. All of the exponential kernel take three options:
+
+* `window`: keys at a distance below it count exactly, exp(scale q.k), and the others through features. 0: none do.
+* `sinks`: so do the first keys of a document, for good.
+* `center`: carry a vector c of all keys and b of all queries of a head, zero until `set_centers`. Features of k - c and
+  q - b have less variance; the kernel stays. They are buffers, `key_center` and `query_center`, saved with the weights.
 """
 
 from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from .. import ops
 from ..features import FeatureMap, build_features, feature_options
 from .base import Mixer, marks_of_new, refuse_state
 
+State = ops.LinearState | ops.NearFarState | None
 
-def mix(mixer: Mixer, features: FeatureMap, q, k, v, mask, segments, state: ops.LinearState | None):
-    """Return o_i = sum_j phi(q_i).phi(k_j) v_j / sum_j phi(q_i).phi(k_j); the scale is split between q and k."""
+
+def mix(mixer: Any, q, k, v, mask, segments, state: Any):
+    """Return o_i = sum_j w_ij v_j / sum_j w_ij, w_ij = phi(q_i).phi(k_j), or exp(scale q_i.k_j) in the near field.
+
+    The scale is split between q and k. Centring moves keys by c everywhere, which divides a row's weights by one
+    number, and queries by b in the features alone, where the key takes the factor back:
+    exp(scale q.k) = exp(scale (q - b).k) exp(scale b.k).
+    """
     refuse_state(mixer, state)
     root = root_scale(mixer)
     mask, segments = marks_of_new(q.shape[2], mask, segments, state)
     q, k = (ops.zero_padding(t, mask) for t in (q, k))  # a NaN there would reach the map's own gradients
-    o, state = ops.linear_attention(
-        features(root * q), features(root * k), v, causal=mixer.causal, mask=mask, segments=segments, state=state
-    )
+    if mixer.center:
+        k = k - mixer.key_center[:, None].to(k.dtype)
+
+    def q_features(q):
+        if mixer.center:
+            q = q - ops.repeat_heads(mixer.query_center[None, :, None].to(q.dtype), q.shape[1])
+        return mixer.features(root * q)
+
+    def k_features(k):
+        log_phi = mixer.features(root * k)
+        if not mixer.center:
+            return log_phi
+        b, k = (t.to(log_phi.dtype) for t in (mixer.query_center, k))
+        return log_phi + mixer.scale * k @ b[..., None]
+
+    if mixer.window or mixer.sinks:
+        return ops.near_far_attention(
+            q, k, v, q_features, k_features, window=mixer.window, sinks=mixer.sinks, scale=mixer.scale,
+            mask=mask, segments=segments, state=state,
+        )  # fmt: skip
+    log_q, log_k = q_features(q), k_features(k)
+    o, state = ops.linear_attention(log_q, log_k, v, causal=mixer.causal, mask=mask, segments=segments, state=state)
     return o, state if mixer.causal else None
+
+
+def add_near_field(mixer: Any, window: int, sinks: int, center: bool) -> None:
+    """Give a mixer of features its near field and its centres."""
+    for name, size in (("window", window), ("sinks", sinks)):
+        if size < 0:
+            raise ValueError(f"{name} ({size}) must be at least 0")
+    if (window or sinks or center) and not mixer.features.exponential:
+        asked = ", ".join(f"{n}={x}" for n, x in (("window", window), ("sinks", sinks), ("center", center)) if x)
+        raise ValueError(
+            f"{asked}: exact weights exp(q.k) and features {type(mixer.features).__name__} are of two kernels; "
+            "use features of the exponential kernel (favor, hyperbolic, oprf, darkformer, lfk)"
+        )
+    if (window or sinks) and not mixer.causal:
+        raise ValueError(
+            f"window ({window}) and sinks ({sinks}) must be 0 with causal=False: the near field is counted back in time"
+        )
+    mixer.window, mixer.sinks, mixer.center = window, sinks, center
+    for name, value in centers(mixer).items():
+        mixer.register_buffer(name, value.to(torch.get_default_device()))
+
+
+def centers(mixer: Any) -> dict[str, Tensor]:
+    """Return where the centres start: at zero, which changes nothing."""
+    names = ("key_center", "query_center") if mixer.center else ()
+    return {name: torch.zeros(mixer.num_kv_heads, mixer.head_dim, device="cpu") for name in names}
+
+
+def set_centers(mixer: Any, keys: Float[Tensor, "Hk D"], queries: Float[Tensor, "Hk D"]) -> None:
+    """Set the centres c of all keys and b of all queries of each key head, in place; the exact kernel stays.
+
+    Args:
+        mixer: performer, lfk, darkformer or particle, built with `center=True`.
+        keys: c, for instance the mean of the keys as the mixer gets them.
+        queries: b.
+
+    Raises:
+        ValueError: a mixer without centres.
+
+    >>> mixer = Performer(num_heads=2, head_dim=4, num_features=16, center=True)
+    >>> set_centers(mixer, torch.ones(2, 4), torch.zeros(2, 4))
+    """
+    if not getattr(mixer, "center", False):
+        raise ValueError(f"{type(mixer).__name__} has no centres; build it with center=True")
+    with torch.no_grad():
+        mixer.key_center.copy_(keys)
+        mixer.query_center.copy_(queries)
 
 
 def root_scale(mixer: Mixer) -> float:
@@ -46,6 +128,9 @@ class Performer(Mixer):
 
     Args:
         num_features: features m of a head.
+        window: keys at a distance below it count exactly.
+        sinks: so do the first keys of a document.
+        center: carry centres of keys and queries, zero until `set_centers`.
         **options: of the feature map (`seed`, `directions`, `redraw_steps`) and sizes, see `Mixer`.
 
     Source:
@@ -55,17 +140,23 @@ class Performer(Mixer):
     >>> o, state = mixer(*torch.randn(3, 1, 2, 5, 4))
     """
 
-    def __init__(self, *, num_features: int = 256, **options: Any):
+    def __init__(
+        self, *, num_features: int = 256, window: int = 0, sinks: int = 0, center: bool = False, **options: Any
+    ):
         own, sizes = split_options("favor", options)
         super().__init__(**sizes)
         self.features = own_features(self, "favor", num_features, own)
+        add_near_field(self, window, sinks, center)
 
     @classmethod
     def options(cls, **chosen):
         return super().options() | feature_options("favor")
 
-    def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: ops.LinearState | None = None):
-        return mix(self, self.features, q, k, v, mask, segments, state)
+    def initial_values(self):
+        return centers(self)
+
+    def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: State = None):
+        return mix(self, q, k, v, mask, segments, state)
 
 
 class Lfk(Mixer):
@@ -73,6 +164,9 @@ class Lfk(Mixer):
 
     Args:
         num_features: features m of a head.
+        window: keys at a distance below it count exactly.
+        sinks: so do the first keys of a document.
+        center: carry centres of keys and queries, zero until `set_centers`.
         **options: of the feature map and sizes, see `Mixer`.
 
     Source:
@@ -82,17 +176,23 @@ class Lfk(Mixer):
     >>> o, state = mixer(*torch.randn(3, 1, 2, 5, 4))
     """
 
-    def __init__(self, *, num_features: int = 256, **options: Any):
+    def __init__(
+        self, *, num_features: int = 256, window: int = 0, sinks: int = 0, center: bool = False, **options: Any
+    ):
         own, sizes = split_options("lfk", options)
         super().__init__(**sizes)
         self.features = own_features(self, "lfk", num_features, own)
+        add_near_field(self, window, sinks, center)
 
     @classmethod
     def options(cls, **chosen):
         return super().options() | feature_options("lfk")
 
-    def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: ops.LinearState | None = None):
-        return mix(self, self.features, q, k, v, mask, segments, state)
+    def initial_values(self):
+        return centers(self)
+
+    def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: State = None):
+        return mix(self, q, k, v, mask, segments, state)
 
 
 class Darkformer(Mixer):
@@ -100,6 +200,9 @@ class Darkformer(Mixer):
 
     Args:
         num_features: features m of a head.
+        window: keys at a distance below it count exactly.
+        sinks: so do the first keys of a document.
+        center: carry centres of keys and queries, zero until `set_centers`.
         **options: of the feature map (`rank` besides those of Performer) and sizes, see `Mixer`.
 
     Source:
@@ -109,17 +212,23 @@ class Darkformer(Mixer):
     >>> o, state = mixer(*torch.randn(3, 1, 2, 5, 4))
     """
 
-    def __init__(self, *, num_features: int = 256, **options: Any):
+    def __init__(
+        self, *, num_features: int = 256, window: int = 0, sinks: int = 0, center: bool = False, **options: Any
+    ):
         own, sizes = split_options("darkformer", options)
         super().__init__(**sizes)
         self.features = own_features(self, "darkformer", num_features, own)
+        add_near_field(self, window, sinks, center)
 
     @classmethod
     def options(cls, **chosen):
         return super().options() | feature_options("darkformer")
 
-    def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: ops.LinearState | None = None):
-        return mix(self, self.features, q, k, v, mask, segments, state)
+    def initial_values(self):
+        return centers(self)
+
+    def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: State = None):
+        return mix(self, q, k, v, mask, segments, state)
 
 
 class Particle(Mixer):
@@ -129,6 +238,9 @@ class Particle(Mixer):
         features: a name in `mercer.FEATURES`.
         num_features: features m of a head.
         scale: factor on q.k; by default D^(-1/2) for maps of the exponential kernel, 1 for the others.
+        window: keys at a distance below it count exactly; like the next two, only with the exponential kernel.
+        sinks: so do the first keys of a document.
+        center: carry centres of keys and queries, zero until `set_centers`.
         **options: of the feature map and sizes, see `Mixer`.
 
     Source:
@@ -139,11 +251,20 @@ class Particle(Mixer):
     """
 
     def __init__(
-        self, *, features: str = "softplus", num_features: int = 256, scale: float | None = None, **options: Any
+        self,
+        *,
+        features: str = "softplus",
+        num_features: int = 256,
+        scale: float | None = None,
+        window: int = 0,
+        sinks: int = 0,
+        center: bool = False,
+        **options: Any,
     ):
         own, sizes = split_options(features, options)
         super().__init__(scale=scale, **sizes)
         self.features = own_features(self, features, num_features, own)
+        add_near_field(self, window, sinks, center)
         if scale is None and not self.features.exponential:
             self.scale = 1.0
 
@@ -151,5 +272,8 @@ class Particle(Mixer):
     def options(cls, *, features="softplus", **chosen):
         return super().options() | feature_options(features)
 
-    def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: ops.LinearState | None = None):
-        return mix(self, self.features, q, k, v, mask, segments, state)
+    def initial_values(self):
+        return centers(self)
+
+    def forward(self, q, k, v, *, x=None, rotate=None, mask=None, segments=None, state: State = None):
+        return mix(self, q, k, v, mask, segments, state)

@@ -74,8 +74,10 @@ def near_far_attention(
         q, k, v, (q_features, k_features), (window, sinks), mask=mask, segments=segments, state=state, chunk=chunk_size
     )
     past = past_of(state, k, v, window, sinks)
-    if not q.shape[2] and state is not None:
-        return v.new_zeros(*q.shape[:3], v.shape[3]), state
+    if not q.shape[2]:
+        if state is not None:
+            return v.new_zeros(*q.shape[:3], v.shape[3]), state
+        mask = segments = None  # there is no last document
     with full_precision(q.device):
         layout = Layout.of(q.shape[2], mask, segments, past.seen, past.segment)
         q, k, v = (layout.compact(zero_padding(x, mask)) for x in (q, k, v))
