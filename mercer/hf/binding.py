@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -95,6 +96,7 @@ class _Settle:
     """A forward pre-hook of a model's body; see `guard`."""
 
     arguments: tuple[str, ...]
+    counts_tokens: bool
 
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -109,6 +111,12 @@ class _Settle:
                     "documents; pass use_cache=False, or one document a row with an attention_mask"
                 )
             changes["use_cache"] = False
+        if (
+            self.counts_tokens
+            and given.get("position_ids") is None
+            and (positions := _real_positions(given)) is not None
+        ):
+            changes["position_ids"] = positions
         return ((), {**given, **changes}) if changes else None
 
 
@@ -121,11 +129,33 @@ def _is_packed_and_cached(given: dict[str, Any]) -> bool:
     return bool((positions.diff(dim=-1) != 1).any())
 
 
+def _real_positions(given: dict[str, Any]) -> Tensor | None:
+    """Return the positions of the new tokens, over real ones; None where they are given or none is padded."""
+    mask, tokens = given.get("attention_mask"), given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if given.get("position_ids") is not None or tokens is None or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    if not torch.compiler.is_compiling() and bool(mask.all()):
+        return None
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, mask.shape[1] - tokens.shape[1] :]
+
+
+def _depends_on_positions(body: nn.Module) -> bool:
+    """Whether rotated keys of a body meet a kernel that knows where they stand, and not only how far apart.
+
+    Softmax sees distances alone, so shifted positions do not show; features of a rotated key are other features.
+    """
+    attachments = (getattr(module, "mercer_attachment", None) for module in body.modules())
+    return not hasattr(body, "get_rope_index") and any(  # those count real tokens themselves
+        a is not None and a.rotary is not None and not a.is_softmax for a in attachments
+    )
+
+
 def guard(model: nn.Module, head: nn.Module | None) -> list[RemovableHandle]:
-    """Keep the bodies of a model from two shortcuts that mixers would pay for.
+    """Keep the bodies of a model from three shortcuts that mixers would pay for.
 
     A cache for packed rows lets the documents of a row read each other; dropping queries before the last layers keeps
-    the mixers there from seeing the past.
+    the mixers there from seeing the past; positions that count padding give rotated keys other features.
 
     Args:
         model: the whole model.
@@ -138,6 +168,7 @@ def guard(model: nn.Module, head: nn.Module | None) -> list[RemovableHandle]:
     for body in model.modules():
         if isinstance(body, PreTrainedModel) and body is not head:
             names = argument_names(body)
-            if "logits_to_keep" in names or {"position_ids", "use_cache"} <= set(names):
-                handles.append(body.register_forward_pre_hook(_Settle(names), with_kwargs=True))
+            counts_tokens = "position_ids" in names and _depends_on_positions(body)
+            if counts_tokens or "logits_to_keep" in names or {"position_ids", "use_cache"} <= set(names):
+                handles.append(body.register_forward_pre_hook(_Settle(names, counts_tokens), with_kwargs=True))
     return handles
