@@ -56,7 +56,7 @@ class ParticleFit:
     num_steps: int
     history: list[Record]
 
-    def table(self) -> dict[str, list[float]]:
+    def table(self) -> dict[str, list[Number]]:
         """Return the history by column, ready for a data frame or a figure."""
         rows = [asdict(record) for record in self.history]
         return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
@@ -121,7 +121,7 @@ def fit_particles(
     s: Number | None = 0.0,
     cutoff: Number = 1e-3,
     step_size: Number = 1.0,
-    inverse_temperature: Number = 400.0,
+    inverse_temperature: Number = 200.0,
     radius: Number | None = None,
     projection: Projection | None = None,
     num_steps: int = 500,
@@ -178,8 +178,8 @@ def fit_particles(
     """
     if schedule not in SCHEDULES:
         raise unknown("schedule", schedule, SCHEDULES)
-    if num_steps < 1:
-        raise ValueError(f"num_steps (={num_steps}) must be at least 1")
+    if num_steps < 0:
+        raise ValueError(f"num_steps (={num_steps}) must not be negative; 0 only projects the start")
     n, project = potential.num_samples, _projection(radius, projection)
     batches = _batches(n, batch_size, omega.device, generator)
     check_index = None if n <= check_samples else _permutation(n, omega.device, generator)[:check_samples]

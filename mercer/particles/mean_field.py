@@ -12,8 +12,8 @@ from mercer.particles.energy import Number, coulomb_exponent
 from mercer.particles.riesz_cells import cell_averages
 
 MOST_HALVINGS = 30
-MOST_ITERATIONS = 100
-SOLVED = 1e-14  # change of an iterate, as a share of the largest density, at which the implicit step counts as solved
+MOST_ITERATIONS = 60
+SOLVED = 1e-13  # change of an iterate, as a share of the largest density, at which the implicit step counts as solved
 ROUNDING = 1e-14  # share of the free energy by which two evaluations of the same one may differ
 
 
@@ -139,7 +139,7 @@ class McKeanVlasov:
         *,
         time: Number,
         step_size: Number,
-        tolerance: Number = 0.0,
+        tolerance: Number | None = None,
     ) -> Evolution:
         """Follow the equation from `density` (default: uniform) for `time`.
 
@@ -147,7 +147,7 @@ class McKeanVlasov:
             density: Positive cell values; not normalised.
             time: How long.
             step_size: Time step; one at which the implicit equations cannot be solved is halved on the way.
-            tolerance: Stop when no cell changes faster than this.
+            tolerance: Stop when no cell changes faster than this; None goes on to the end.
 
         Returns:
             An `Evolution`; `converged` says that the tolerance was reached.
@@ -169,7 +169,7 @@ class McKeanVlasov:
                 moves[axis], rho = new - rho, new
             masses.append(float(rho.sum()) * self.volume)
             energies.append(energy)
-            converged = float((rho - old).abs().max()) <= tolerance * step_size
+            converged = tolerance is not None and float((rho - old).abs().max()) <= tolerance * step_size
         return Evolution(rho, done * step_size, _column(masses), _column(energies), converged)
 
     def fixed_point(
@@ -257,13 +257,14 @@ class McKeanVlasov:
         self, rho: Tensor, energy: float, guess: Tensor, step_size: Number, axis: int, halvings: int = 0
     ) -> tuple[Tensor, float]:
         """Take one implicit step along one axis, or two of half the size where it cannot be solved."""
-        new, change = guess, math.inf
+        new, change, mixing = guess, math.inf, _Anderson()
         for _ in range(MOST_ITERATIONS):
             solved = self._solve(self._field((rho + new) / 2), rho, step_size, axis)
             change = float((solved - new).abs().max() / solved.max()) if self.strength else 0.0
-            new = solved
             if change <= SOLVED:
+                new = solved
                 break
+            new = mixing.next(new, solved)
         value = self.free_energy(new)
         if change <= SOLVED and value <= energy + ROUNDING * (1 + abs(energy)):
             return new, value
@@ -289,6 +290,23 @@ class McKeanVlasov:
         *_, solved, info = dgtsv(below.numpy(), leave.reshape(-1).numpy(), above.numpy(), lines.reshape(-1).numpy())
         assert info == 0, "an M-matrix with unit column sums is not singular"
         return torch.from_numpy(solved).reshape(lines.shape).movedim(-1, axis)
+
+
+class _Anderson:
+    """Anderson mixing: extrapolate a fixed-point iteration from its last residuals, contractive or not."""
+
+    def __init__(self, depth: int = 6):
+        self.depth, self.values, self.residuals = depth, [], []
+
+    def next(self, point: Tensor, value: Tensor) -> Tensor:
+        """Return where to look next, after `point` has been mapped to `value`."""
+        self.values = [*self.values[-self.depth :], value.reshape(-1)]
+        self.residuals = [*self.residuals[-self.depth :], (value - point).reshape(-1)]
+        if len(self.values) == 1:
+            return value
+        slopes = torch.stack(self.residuals, 1).diff(dim=1)
+        weights = torch.linalg.lstsq(slopes, self.residuals[-1][:, None]).solution
+        return value - (torch.stack(self.values, 1).diff(dim=1) @ weights).reshape(value.shape)
 
 
 def _bernoulli(z: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Importance weights of random features by their alignment with the labels (Sinha and Duchi)."""
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -67,10 +69,10 @@ def importance_weights(scores: Float[Tensor, " M"], rho: Number, *, steps: int =
     low, high = -40.0, 40.0  # log mu: from a single candidate to uniform
     for _ in range(steps):
         middle = 0.5 * (low + high)
-        alpha = project_simplex(1 / m + v * torch.tensor(-middle).double().exp())
+        alpha = project_simplex(1 / m + v * math.exp(-middle))
         inside = (alpha - 1 / m).square().sum() <= rho / m
         low, high = (low, middle) if inside else (middle, high)
-    return project_simplex(1 / m + v * torch.tensor(-high).double().exp())
+    return project_simplex(1 / m + v * math.exp(-high))
 
 
 def project_simplex(point: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
