@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from .mixers import build_mixer
+from mercer.mixers import build_mixer
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 import inspect
 from typing import Any
 
-from ..errors import unknown
-from .base import FeatureMap, redraw
-from .directions import DIRECTIONS, draw_directions
-from .exponential import Darkformer, Favor, Hyperbolic, Lfk, Oprf
-from .positive import Cos2, Elu, PorfSoftplus, Sigmoid2, SoftmaxFeat, Softplus
-from .proposal import optimal_proposal
+from mercer.errors import unknown
+from mercer.features.base import FeatureMap, redraw
+from mercer.features.directions import DIRECTIONS, draw_directions
+from mercer.features.exponential import Darkformer, Favor, Hyperbolic, Lfk, Oprf
+from mercer.features.positive import Cos2, Elu, PorfSoftplus, Sigmoid2, SoftmaxFeat, Softplus
+from mercer.features.proposal import optimal_proposal
 
 __all__ = [
     "DIRECTIONS",

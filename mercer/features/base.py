@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..ops.checks import compute_dtype, full_precision
-from .directions import draw_directions
+from mercer.features.directions import draw_directions
+from mercer.ops.checks import compute_dtype, full_precision
 
 
 class FeatureMap(nn.Module, abc.ABC):

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..errors import unknown
+from mercer.errors import unknown
 
 _NEXT_DRAW = 0x9E3779B97F4A7C15  # odd, so that draws 0, 1, 2, ... of one seed never meet those of its neighbours
 

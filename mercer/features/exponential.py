@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .base import FeatureMap
-from .proposal import mean_square_proposal, optimal_proposal, root, tilt
+from mercer.features.base import FeatureMap
+from mercer.features.proposal import mean_square_proposal, optimal_proposal, root, tilt
 
 
 def log_exponential(

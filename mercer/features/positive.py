@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from .base import FeatureMap, unit_sum
+from mercer.features.base import FeatureMap, unit_sum
 
 
 class Elu(FeatureMap):

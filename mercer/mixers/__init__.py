@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from ..errors import unknown
-from .base import Mixer, map_state
-from .constant import Constant
-from .cubit import Cubit
-from .deltaformer import DeltaFormer
-from .linear import Darkformer, Lfk, Particle, Performer
-from .linear_cubit import LinearCubit
-from .local_linear import LocalLinear
-from .random import Random
-from .softmax import Softmax
-from .window import Window
+from mercer.errors import unknown
+from mercer.mixers.base import Mixer, map_state
+from mercer.mixers.constant import Constant
+from mercer.mixers.cubit import Cubit
+from mercer.mixers.deltaformer import DeltaFormer
+from mercer.mixers.linear import Darkformer, Lfk, Particle, Performer
+from mercer.mixers.linear_cubit import LinearCubit
+from mercer.mixers.local_linear import LocalLinear
+from mercer.mixers.random import Random
+from mercer.mixers.softmax import Softmax
+from mercer.mixers.window import Window
 
 __all__ = ["MIXERS", "Mixer", "build_mixer", "map_state", "mixer_options"]
 

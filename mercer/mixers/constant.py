@@ -1,7 +1,7 @@
 """Constant attention: the plain average of the past values; what a learned mixer must beat."""
 
-from .. import ops
-from .base import Mixer, marks_of_new, refuse_state
+from mercer import ops
+from mercer.mixers.base import Mixer, marks_of_new, refuse_state
 
 
 class Constant(Mixer):

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .. import ops
-from ..errors import NumericalWarning, unknown
-from .base import Marks, Mixer, Rotate, append, refuse_state
+from mercer import ops
+from mercer.errors import NumericalWarning, unknown
+from mercer.mixers.base import Marks, Mixer, Rotate, append, refuse_state
 
 _MIN_NORM = 1e-6  # ours: the paper's listing divides by ||r|| as it is
 

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .. import ops
-from ..errors import unknown
-from .base import Marks, Mixer, append
+from mercer import ops
+from mercer.errors import unknown
+from mercer.mixers.base import Marks, Mixer, append
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .. import ops
-from ..features import FeatureMap, build_features, feature_options
-from .base import Mixer, marks_of_new, refuse_state
+from mercer import ops
+from mercer.features import FeatureMap, build_features, feature_options
+from mercer.mixers.base import Mixer, marks_of_new, refuse_state
 
 State = ops.LinearState | ops.NearFarState | None
 

@@ -6,12 +6,12 @@ from typing import Any, Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from .. import ops
-from ..errors import unknown
-from ..features import build_features, feature_options
-from .base import Mixer, marks_of_new, refuse_state
-from .cubit import add_parameters, gamma, reference, rescaled, start_values
-from .linear import root_scale, split_options
+from mercer import ops
+from mercer.errors import unknown
+from mercer.features import build_features, feature_options
+from mercer.mixers.base import Mixer, marks_of_new, refuse_state
+from mercer.mixers.cubit import add_parameters, gamma, reference, rescaled, start_values
+from mercer.mixers.linear import root_scale, split_options
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from .. import ops
-from .base import Marks, Mixer, append, refuse_state
-from .softmax import KeyValueState
+from mercer import ops
+from mercer.mixers.base import Marks, Mixer, append, refuse_state
+from mercer.mixers.softmax import KeyValueState
 
 
 class LocalLinear(Mixer):

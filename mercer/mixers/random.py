@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .. import ops
-from .base import Marks, Mixer, append, refuse_state
-from .softmax import KeyValueState
+from mercer import ops
+from mercer.mixers.base import Marks, Mixer, append, refuse_state
+from mercer.mixers.softmax import KeyValueState
 
 _WAVES = 16
 

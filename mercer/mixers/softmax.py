@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from .. import ops
-from .base import Marks, Mixer, append, refuse_state
+from mercer import ops
+from mercer.mixers.base import Marks, Mixer, append, refuse_state
 
 
 @dataclass(frozen=True)

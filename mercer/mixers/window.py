@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from .. import ops
-from .base import Mixer, marks_of_new, refuse_state
+from mercer import ops
+from mercer.mixers.base import Mixer, marks_of_new, refuse_state
 
 
 class Window(Mixer):

@@ -1,13 +1,13 @@
 """Pure functions of tensors: each fast path sits under the `_naive` definition it equals."""
 
-from .checks import repeat_heads, visible, zero_padding
-from .linear import LinearState, linear_attention, linear_attention_naive
-from .linear_solve import LinearSolveState, linear_kernel_solve, linear_kernel_solve_naive
-from .local_linear import local_linear_attention, local_linear_attention_naive
-from .near_far import near_far_attention
-from .near_far_definition import NearFarState, near_far_attention_naive
-from .softmax import softmax_attention, softmax_attention_naive
-from .solve import BIDIRECTIONAL_RIDGE, kernel_solve, kernel_solve_naive
+from mercer.ops.checks import repeat_heads, visible, zero_padding
+from mercer.ops.linear import LinearState, linear_attention, linear_attention_naive
+from mercer.ops.linear_solve import LinearSolveState, linear_kernel_solve, linear_kernel_solve_naive
+from mercer.ops.local_linear import local_linear_attention, local_linear_attention_naive
+from mercer.ops.near_far import near_far_attention
+from mercer.ops.near_far_definition import NearFarState, near_far_attention_naive
+from mercer.ops.softmax import softmax_attention, softmax_attention_naive
+from mercer.ops.solve import BIDIRECTIONAL_RIDGE, kernel_solve, kernel_solve_naive
 
 __all__ = [
     "BIDIRECTIONAL_RIDGE",

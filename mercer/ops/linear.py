@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .checks import check_heads, check_mask, check_segments, full_precision, repeat_heads, zero_padding
-from .linear_chunks import document_ids
-from .linear_definition import Definition, Sums, segment_after
-from .linear_passes import linear_attention_op
+from mercer.ops.checks import check_heads, check_mask, check_segments, full_precision, repeat_heads, zero_padding
+from mercer.ops.linear_chunks import document_ids
+from mercer.ops.linear_definition import Definition, Sums, segment_after
+from mercer.ops.linear_passes import linear_attention_op
 
 
 @dataclass(frozen=True)

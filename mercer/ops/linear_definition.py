@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .checks import compute_dtype, repeat_heads
-from .linear_chunks import FLOOR, document_ids
+from mercer.ops.checks import compute_dtype, repeat_heads
+from mercer.ops.linear_chunks import FLOOR, document_ids
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .checks import full_precision
-from .linear_chunks import FLOOR, Documents, Piece, Tokens, chunk_length, exp_, heads_at_once, plan, tokens_of
+from mercer.ops.checks import full_precision
+from mercer.ops.linear_chunks import FLOOR, Documents, Piece, Tokens, chunk_length, exp_, heads_at_once, plan, tokens_of
 
 
 @dataclass(frozen=True)

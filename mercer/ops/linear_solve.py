@@ -6,10 +6,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .checks import check_heads, check_mask, check_segments, full_precision, per_row, repeat_heads, zero_padding
-from .linear_chunks import document_ids
-from .linear_definition import Definition, Sums, segment_after
-from .linear_solve_passes import linear_kernel_solve_op
+from mercer.ops.checks import (
+    check_heads,
+    check_mask,
+    check_segments,
+    full_precision,
+    per_row,
+    repeat_heads,
+    zero_padding,
+)
+from mercer.ops.linear_chunks import document_ids
+from mercer.ops.linear_definition import Definition, Sums, segment_after
+from mercer.ops.linear_solve_passes import linear_kernel_solve_op
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .checks import full_precision
-from .linear_chunks import Piece, plan
-from .linear_passes import Part, Problem, advance_, far_sums, lift_, pieces_backwards, row_gradients, weight_gradients_
+from mercer.ops.checks import full_precision
+from mercer.ops.linear_chunks import Piece, plan
+from mercer.ops.linear_passes import (
+    Part,
+    Problem,
+    advance_,
+    far_sums,
+    lift_,
+    pieces_backwards,
+    row_gradients,
+    weight_gradients_,
+)
 
 
 def _system_(near: Float[Tensor, "N n n"], inverse: Float[Tensor, "N n 1"], ridge: Float[Tensor, "N n"]) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .checks import (
+from mercer.ops.checks import (
     check_heads,
     check_mask,
     check_segments,
@@ -16,7 +16,7 @@ from .checks import (
     visible,
     zero_padding,
 )
-from .softmax import softmax_rows
+from mercer.ops.softmax import softmax_rows
 
 _ROWS = 64  # queries whose D x D moment matrices are held at a time
 _TILE_ELEMENTS = 1 << 21  # products k k' held at a time on a CPU: 16 MiB

@@ -4,14 +4,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .checks import compute_dtype, full_precision, zero_padding
-from .linear import LinearState
-from .linear_chunks import FLOOR, document_ids
-from .linear_definition import Sums
-from .linear_passes import linear_attention_op
-from .near_far_blocks import block_length, near_attention_op
-from .near_far_definition import Features, NearFarState, check_near_far, past_of
-from .near_far_layout import Layout, gather_sinks, take_last
+from mercer.ops.checks import compute_dtype, full_precision, zero_padding
+from mercer.ops.linear import LinearState
+from mercer.ops.linear_chunks import FLOOR, document_ids
+from mercer.ops.linear_definition import Sums
+from mercer.ops.linear_passes import linear_attention_op
+from mercer.ops.near_far_blocks import block_length, near_attention_op
+from mercer.ops.near_far_definition import Features, NearFarState, check_near_far, past_of
+from mercer.ops.near_far_layout import Layout, gather_sinks, take_last
 
 
 def near_far_attention(

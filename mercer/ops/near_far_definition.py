@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .checks import check_heads, check_mask, check_segments, compute_dtype, full_precision, repeat_heads
-from .linear import LinearState
-from .linear_chunks import FLOOR
-from .linear_definition import Sums
+from mercer.ops.checks import check_heads, check_mask, check_segments, compute_dtype, full_precision, repeat_heads
+from mercer.ops.linear import LinearState
+from mercer.ops.linear_chunks import FLOOR
+from mercer.ops.linear_definition import Sums
 
 Features = Callable[[Tensor], Tensor]
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .linear_chunks import _refuse_returning
+from mercer.ops.linear_chunks import _refuse_returning
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .checks import (
+from mercer.ops.checks import (
     check_heads,
     check_mask,
     check_segments,

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..errors import NumericalWarning
-from .checks import (
+from mercer.errors import NumericalWarning
+from mercer.ops.checks import (
     check_heads,
     check_mask,
     check_segments,
@@ -18,8 +18,8 @@ from .checks import (
     visible,
     zero_padding,
 )
-from .softmax import softmax_rows
-from .solve_blocks import solve_blocks
+from mercer.ops.softmax import softmax_rows
+from mercer.ops.solve_blocks import solve_blocks
 
 BIDIRECTIONAL_RIDGE = 1e-3  # without causality nothing bounds the inverse but the ridge
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .checks import full_precision, visible
+from mercer.ops.checks import full_precision, visible
 
 _SMALL = 64  # below this a triangular system goes to LAPACK whole
 _CACHE_ELEMENTS = 1 << 19  # block of weights worked on at a time on a CPU: 2 MiB of float32
