@@ -13,14 +13,16 @@ from mercer.features import FeatureMap
 from mercer.hf.install import attached
 from mercer.hf.observing import Batches, Seen, watch
 from mercer.hf.spans import spans
+from mercer.mixers.linear import centers, set_centers
 
+_MODES = ("center", "whiten", "proposal")
 _LIMIT = 0.5  # of Thm 3.2: an eigenvalue of Lambda at or above it has no proposal of finite variance
 _FLOOR = 1e-6  # of the largest eigenvalue: directions below hold rounding only
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadMoments:
-    """The largest eigenvalue of Lambda = (E[qq'] + E[kk']) / 2 that the features of one key head see."""
+    """The largest eigenvalue of Lambda, the covariance of what the features of one key head see; see `calibrate`."""
 
     layer: str
     head: int
@@ -91,11 +93,14 @@ class Moments:
 
 
 @torch.no_grad()
-def calibrate(model: Any, batches: Batches, mode: str = "whiten", *, clip: float | None = None) -> CalibrationReport:
+def calibrate(model: Any, batches: Batches, mode: str = "center", *, clip: float | None = None) -> CalibrationReport:
     """Fit the feature maps of a converted model to its own queries and keys, over a few batches.
 
-    With q and k scaled so that q.k is the logit, and Lambda = (E[qq'] + E[kk']) / 2 of each key head:
+    With q and k scaled so that q.k is the logit, and Lambda = (E[qq'] + E[kk']) / 2 of each key head, about the centres
+    it carries:
 
+    * "center": the means of all queries and of all keys become the centres of every head. Softmax does not notice, and
+      features of what is left have less variance. Comes first, before another mode or a training.
     * "whiten": M = D^(-1/4) Lambda^(-1/2), so that M q and M k have covariance D^(-1/2) I. The kernel becomes
       exp(q' M'M k): another one, which alignment or finetuning must make up for.
     * "proposal": features are drawn from N(0, (I + 2 Lambda)(I - 2 Lambda)^-1) and reweighted. The kernel stays; only
@@ -104,7 +109,7 @@ def calibrate(model: Any, batches: Batches, mode: str = "whiten", *, clip: float
     Args:
         model: a model whose mixers have features, changed in place; saved with it.
         batches: token numbers [B, T], what a tokenizer returns, or batches of `mercer.data`.
-        mode: "whiten" or "proposal".
+        mode: "center", "whiten" or "proposal".
         clip: for "proposal", lower eigenvalues of Lambda to this value (below 1/2) instead of refusing them.
 
     Returns:
@@ -139,13 +144,21 @@ def calibrate(model: Any, batches: Batches, mode: str = "whiten", *, clip: float
         _check(name, layer.mixer, mode)
     moments = {name: Moments() for name in layers}
     watch(model, batches, lambda name, mixer, seen: moments[name].add(mixer, seen))
-    lambdas = {name: moments[name].covariance([0.0, 0.0]) for name in layers}
+    lambdas = {name: moments[name].covariance(_centers(layer.mixer)) for name, layer in layers.items()}
     before = {name: _largest(layers[name], value) for name, value in lambdas.items()}
     if mode == "proposal":
         _check_proposals(before, clip)
         _carry_proposals(model)
+    elif mode == "center":
+        _carry_centers(model)
     for name, layer in layers.items():
-        _MODES[mode](layer.mixer.features, lambdas[name], clip)
+        if mode == "center":
+            _center(layer.mixer, moments[name])
+            lambdas[name] = moments[name].covariance(_centers(layer.mixer))
+        elif mode == "whiten":
+            _whiten(layer.mixer.features, lambdas[name])
+        else:
+            _propose(layer.mixer.features, lambdas[name], clip)
     after = {name: _largest(layers[name], value) for name, value in lambdas.items()}
     rows = [
         HeadMoments(name, head, *pair)
@@ -153,7 +166,7 @@ def calibrate(model: Any, batches: Batches, mode: str = "whiten", *, clip: float
         for head, pair in enumerate(zip(before[name].tolist(), after[name].tolist(), strict=True))
     ]
     report = CalibrationReport(mode, tuple(rows), next(iter(moments.values())).counts[1])
-    if mode != "proposal":
+    if mode == "whiten":
         _warn_outside(report)
     return report
 
@@ -171,6 +184,8 @@ def _check(name: str, mixer: Any, mode: str) -> None:
     features, kind = getattr(mixer, "features", None), type(mixer).__name__
     if not isinstance(features, FeatureMap):
         raise ValueError(f"{name} carries {kind}, which has no features to calibrate; attach darkformer or performer")
+    if mode == "center" and not (features.exponential and hasattr(mixer, "center")):
+        raise ValueError(f"{name} carries {kind}, which has no centres; attach performer, darkformer or lfk")
     if mode == "whiten" and not hasattr(features, "metric"):
         raise ValueError(f"{name} carries {kind}, which has no metric M to whiten with; attach darkformer")
     if mode == "proposal" and not hasattr(features, "set_proposal"):
@@ -179,7 +194,19 @@ def _check(name: str, mixer: Any, mode: str) -> None:
         )
 
 
-def _whiten(features: Any, covariance: Float[Tensor, "Hk D D"], clip: float | None) -> None:
+def _centers(mixer: Any) -> list[Any]:
+    """Return the centres of the scaled queries and keys that the features of a mixer see."""
+    if not getattr(mixer, "center", False):
+        return [0.0, 0.0]
+    return [abs(mixer.scale) ** 0.5 * center.double() for center in (mixer.query_center, mixer.key_center)]
+
+
+def _center(mixer: Any, moments: Moments) -> None:
+    queries, keys = (mean / abs(mixer.scale) ** 0.5 for mean in moments.means)
+    set_centers(mixer, keys, queries)
+
+
+def _whiten(features: Any, covariance: Float[Tensor, "Hk D D"]) -> None:
     values, vectors = torch.linalg.eigh(covariance)
     floor = _FLOOR * values[:, -1:]
     rank, width = features.metric.shape[1:]
@@ -206,9 +233,6 @@ def _propose(features: Any, covariance: Float[Tensor, "Hk D D"], clip: float | N
         back = torch.linalg.pinv(metric)
         covariance = back @ clipped @ back.mT
     features.set_proposal(covariance)
-
-
-_MODES = {"whiten": _whiten, "proposal": _propose}
 
 
 def _outside(largest: dict[str, Tensor], limit: float) -> tuple[int, int, str]:
@@ -255,18 +279,32 @@ def _warn_outside(report: CalibrationReport) -> None:
 
 def _carry_proposals(model: Any) -> None:
     """Give DARKFormer's maps their buffers for a proposal, and the configuration the option that makes them."""
-    changed = False
     for _, layer in attached(model):
         features = layer.mixer.features
         if getattr(features, "carries_proposal", True):
             continue
-        features.carries_proposal = changed = True
+        features.carries_proposal = True
         values = features.initial_values()
         for name in ("proposal", "bias"):
             delattr(features, name)
             features.register_buffer(name, values[name].to(features.omega))
-    if changed:
-        spec = model.config.mercer
-        model.config.mercer = {**spec, "options": {**spec["options"], "proposal": True}}
-        description = model.mercer_description
-        model.mercer_description = dataclasses.replace(description, options=model.config.mercer["options"])
+        _set_option(model, "proposal")
+
+
+def _carry_centers(model: Any) -> None:
+    """Give mixers their buffers for centres, and the configuration the option that makes them."""
+    for _, layer in attached(model):
+        mixer = layer.mixer
+        if mixer.center:
+            continue
+        mixer.center = True
+        for name, value in centers(mixer).items():
+            mixer.register_buffer(name, value.to(mixer.features.omega))
+        _set_option(model, "center")
+
+
+def _set_option(model: Any, name: str) -> None:
+    """Let a saved model be built with an option it was not attached with."""
+    spec = model.config.mercer
+    model.config.mercer = {**spec, "options": {**spec["options"], name: True}}
+    model.mercer_description = dataclasses.replace(model.mercer_description, options=model.config.mercer["options"])

@@ -80,6 +80,8 @@ def _problem(layer: Any) -> str | None:
         return "q and k are clipped between the projections and M"
     if getattr(layer.mixer, "window", None) or getattr(layer.mixer, "sinks", None):
         return "the exact near keys read q and k without M"
+    if getattr(layer.mixer, "center", False) and bool(layer.mixer.query_center.any() or layer.mixer.key_center.any()):
+        return "centring reads the keys without M"
     kinds = {type(projection) for projection in _projections(layer)}
     if not kinds or not kinds <= {nn.Linear, Conv1D}:
         found = ", ".join(sorted(kind.__name__ for kind in kinds)) or "none of a known name"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mercer.errors import NumericalWarning
+from mercer.hf.install import attached
 from mercer.hf.observing import Batches, Seen, watch
 from mercer.hf.spans import ranges
 
@@ -125,14 +126,20 @@ def kernel_error(
         >>> [row.error < 1e-10 for row in table.layers], len(table.heads)
         ([True, True], 8)
     """
-    own = (model.config.mercer or {}).get("options", {}) if hasattr(model.config, "mercer") else {}
-    window = int(own.get("window") or 64) if window is None else window
-    sinks = int(own.get("sinks", 4) or 0) if sinks is None else sinks
-    sums = ErrorSums(window, sinks, first)
+    own = window_of(model)
+    sums = ErrorSums(own[0] if window is None else window, own[1] if sinks is None else sinks, first)
     watch(model, batches, lambda name, mixer, seen: sums.add(name, seen, seen.o, seen.exact()))
     table = sums.table()
     warn_if_useless(table)
     return table
+
+
+def window_of(model: Any) -> tuple[int, int]:
+    """Return the window and the sinks of a model's mixers, or 64 and 4 where they have none."""
+    for _, layer in attached(model):
+        if getattr(layer.mixer, "window", 0):
+            return layer.mixer.window, layer.mixer.sinks
+    return 64, 4
 
 
 def warn_if_useless(table: KernelErrors) -> None:

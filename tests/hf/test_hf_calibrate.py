@@ -156,6 +156,39 @@ def test_particles_with_a_proposal_and_bidirectional_models():
     assert all(row.holds for row in mercer.calibrate(encoder, tokens(2, 20), mode="whiten").heads)
 
 
+@torch.no_grad()
+def test_centres_are_the_means_and_are_saved(tmp_path):
+    model = darkformer()
+    batches = batches_of(model)
+    report = mercer.calibrate(model, batches)
+    q, k = scaled(model, batches)["model.layers.0.self_attn"]
+    mixer = next(layer for _, layer in attached(model)).mixer
+    torch.testing.assert_close(mixer.scale**0.5 * mixer.key_center, k.mean(1))
+    torch.testing.assert_close(mixer.scale**0.5 * mixer.query_center, q.mean(1))
+    spread = (torch.cov(q[0].T, correction=0) + torch.cov(k[0].T, correction=0)) / 2
+    assert report.heads[0].after == pytest.approx(torch.linalg.eigvalsh(spread)[-1].item(), rel=1e-3)
+    assert all(row.after <= row.before for row in report.heads)
+    again = mercer.calibrate(model, batches)
+    assert again.heads[0].before == pytest.approx(report.heads[0].after)
+    assert model.config.mercer["options"]["center"] is True
+    ids = tokens(1, 9)
+    logits = model(ids).logits
+    model.save_pretrained(tmp_path)
+    assert torch.equal(mercer.load(tmp_path)(ids).logits, logits)
+
+
+@torch.no_grad()
+def test_whitening_is_about_the_centres():
+    model = darkformer(window=4, sinks=1, center=True)
+    batches = batches_of(model)
+    mercer.calibrate(model, batches, mode="center")
+    mercer.calibrate(model, batches, mode="whiten")
+    q, k = scaled(model, batches)["model.layers.0.self_attn"]
+    metric = next(layer for _, layer in attached(model)).mixer.features.metric
+    q, k = ((t - t.mean(1, keepdim=True)) @ metric.mT for t in (q, k))
+    torch.testing.assert_close(second_moment(q, k), torch.eye(8).expand(2, 8, 8) * 8**-0.5, atol=2e-3, rtol=0)
+
+
 def test_refusals():
     ids = [tokens(1, 9)]
     model = mercer.attach(llama(), "performer", num_features=16)
@@ -169,5 +202,7 @@ def test_refusals():
         mercer.calibrate(model, ids, mode="proposal", clip=0.7)
     with pytest.raises(ValueError, match=r"carries Softmax, which has no features to calibrate"):
         mercer.calibrate(mercer.attach(llama(), "softmax"), ids, mode="whiten")
+    with pytest.raises(ValueError, match=r"carries Particle, which has no centres; attach performer"):
+        mercer.calibrate(mercer.attach(llama(), "particle", num_features=16), ids)
     with pytest.raises(ValueError, match="carries no mixer"):
         mercer.calibrate(llama(), ids, mode="whiten")

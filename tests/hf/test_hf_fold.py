@@ -80,6 +80,15 @@ def test_what_cannot_be_folded_is_refused_with_the_reason(family, words):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_near_fields_and_centres_read_keys_without_the_metric():
+    with pytest.raises(ValueError, match="the exact near keys read q and k without M"):
+        mercer.fold(with_metrics(decoder("gpt2"), window=4))
+    centred = with_metrics(decoder("gpt2"), center=True)
+    mercer.calibrate(centred, [tokens(1, 9)], mode="center")
+    with pytest.raises(ValueError, match="centring reads the keys without M"):
+        mercer.fold(centred)
+
+
 def test_there_must_be_a_metric():
     with pytest.raises(ValueError, match="the mixer Performer has no metric"):
         mercer.fold(mercer.attach(decoder("gpt2"), "performer", num_features=16))
