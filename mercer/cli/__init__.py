@@ -1,4 +1,4 @@
-"""The command line: `mercer list | train | compare | convert | generate | eval | bench | report`.
+"""The command line: `mercer list | train | compare | convert | align | generate | eval | bench | report`.
 
 Nothing here imports torch before a command needs it: `mercer --help` answers at once. What a user wrote wrongly ends in
 one line and exit code 2, what went wrong in the world in one line and exit code 1; MERCER_DEBUG=1 shows the traceback.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, Parameter
 
 from mercer import __version__
+from mercer.cli.align import align, kernel_error
 from mercer.cli.benches import ops
 from mercer.cli.convert import convert
 from mercer.cli.models import evaluate_model, generate
@@ -41,6 +42,8 @@ app.command(list_names, name="list")
 app.command(train, usage=f"mercer train {_SETTINGS}")
 app.command(compare, usage=f"mercer compare {_SETTINGS}")
 app.command(convert)
+app.command(align)
+app.command(kernel_error)
 app.command(generate)
 app.command(evaluate_model, name="eval")
 app.command(report)

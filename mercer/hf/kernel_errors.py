@@ -77,10 +77,13 @@ class ErrorSums:
 
         Raises:
             ValueError: every output is zero, or no row was counted.
+            FloatingPointError: the original attention is not finite.
         """
         layers, heads = [], []
         for name, sums in self.sums.items():
-            if not bool((sums[3].sum() > 0).all()):
+            if not bool(sums[3].isfinite().all()):
+                raise FloatingPointError(f"{name}: softmax attention on its q, k, v is not finite; check the weights")
+            if not bool(sums[3].sum() > 0):
                 raise ValueError(
                     f"{name}: no attention output to compare with; give batches longer than first ({self.first})"
                 )
