@@ -329,3 +329,15 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, corpus):
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(1, 101))
     assert not (Path(out) / ".model.partial").exists()
+
+
+@pytest.mark.parametrize(("package", "extra"), [("transformers.models", "hf"), ("matplotlib", "plots"), ("x", "all")])
+def test_a_missing_package_is_named_with_its_extra(package, extra, monkeypatch, capsys):
+    def absent(*_, **__):
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    monkeypatch.setattr("mercer.cli.app", absent)
+    assert main(["list"]) == 1
+    assert (
+        capsys.readouterr().err == f"error: this command needs the package {package}: pip install 'mercer[{extra}]'\n"
+    )

@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say("interrupted", 130)
     except (CycloptsError, ValueError, FileNotFoundError, FileExistsError, NotADirectoryError) as error:
         return _say(error, 2)
+    except ModuleNotFoundError as error:
+        return _say(_missing(error), 1)
     except (RuntimeError, ArithmeticError, OSError, ImportError, MemoryError) as error:
         return _say(error, 1)
 
@@ -83,3 +85,18 @@ def _say(error: BaseException | str, code: int) -> int:
         text = " ".join(line.strip() for line in lines) if isinstance(error, CycloptsError) else lines[0]
         print(f"error: {text}", file=sys.stderr)
     return code
+
+
+_EXTRAS = {
+    "hf": ("transformers", "tokenizers"),
+    "data": ("datasets", "pyarrow"),
+    "plots": ("matplotlib",),
+    "particles": ("sklearn", "scipy", "ot"),
+    "eval": ("lm_eval",),
+}
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    """Say which extra brings a package that is not there."""
+    extra = next((extra for extra, packages in _EXTRAS.items() if (error.name or "").split(".")[0] in packages), "all")
+    return f"this command needs the package {error.name}: pip install 'mercer[{extra}]'"
