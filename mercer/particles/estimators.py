@@ -1,6 +1,8 @@
 """scikit-learn transformers whose Fourier features are learned from the labels."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from numbers import Integral, Real
 from typing import Any
@@ -22,6 +24,8 @@ from mercer.particles.reweighting import candidate_scores, importance_weights
 
 BALLS = {"l1": project_l1_ball, "l2": project_ball}
 PHASES = ("aligned", "random")
+# Arrays of a step below this size are worked by one thread: two wait for each other longer than they compute.
+SMALL_STEP = 1 << 20
 TASKS = ("auto", "classification", "regression")
 
 
@@ -246,22 +250,23 @@ class ParticleFeatures(FourierFeatures):
     def _learn(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         potential = FourierPotential(x, y)
         start = self._random_frequencies(self.n_particles or self.n_components, x.shape[1], generator)
-        fit = fit_particles(
-            start,
-            potential,
-            strength=self.repulsion,
-            s=self.exponent,
-            step_size=self.step_size,
-            inverse_temperature=self.inverse_temperature,
-            projection=partial(BALLS[self.ball], radius=self.radius),
-            num_steps=self.max_iter,
-            batch_size=self.batch_size,
-            schedule=self.schedule,
-            clip=self.clip,
-            tolerance=self.tol,
-            generator=generator,
-            progress=self.verbose,
-        )
+        with _threads_for(len(start) * max(len(start), min(len(x), self.batch_size or len(x)))):
+            fit = fit_particles(
+                start,
+                potential,
+                strength=self.repulsion,
+                s=self.exponent,
+                step_size=self.step_size,
+                inverse_temperature=self.inverse_temperature,
+                projection=partial(BALLS[self.ball], radius=self.radius),
+                num_steps=self.max_iter,
+                batch_size=self.batch_size,
+                schedule=self.schedule,
+                clip=self.clip,
+                tolerance=self.tol,
+                generator=generator,
+                progress=self.verbose,
+            )
         self.history_, self.n_iter_, omega = fit.history, fit.num_steps, fit.omega
         if len(omega) > self.n_components:
             value, _ = fourier_potential(omega, x, potential.targets)
@@ -355,6 +360,18 @@ class ImportanceFeatures(FourierFeatures):
             generator=generator,
         )[:, 0].long()
         return omega[chosen], phase[chosen]
+
+
+@contextmanager
+def _threads_for(size: int) -> Iterator[None]:
+    """Run torch on one thread while the arrays are small, and put the setting back."""
+    threads = torch.get_num_threads()
+    try:
+        if size < SMALL_STEP:
+            torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _labelled(y: np.ndarray, unlabelled: Any) -> np.ndarray:

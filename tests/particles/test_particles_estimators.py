@@ -73,6 +73,12 @@ def test_scale_and_shift_of_x_do_not_matter(estimator, moons):
     assert np.allclose(plain, moved, atol=1e-3)
 
 
+def test_the_number_of_threads_is_put_back(moons):
+    torch.set_num_threads(2)
+    ParticleFeatures(8, max_iter=2).fit(*moons)
+    assert torch.get_num_threads() == 2
+
+
 def test_grid_search_in_a_pipeline(moons):
     X, y = moons
     model = make_pipeline(StandardScaler(), ParticleFeatures(32, max_iter=40, random_state=0), LogisticRegression(C=10))
