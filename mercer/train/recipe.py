@@ -134,7 +134,7 @@ def demo() -> Recipe:
         model=ModelConfig(size="tiny"),
         optim=OptimConfig(lr=2e-3, warmup=0.1),
         train=TrainConfig(
-            steps=150, batch_size=16, eval_every=50, eval_windows=64, final_eval_windows=256, checkpoint_every=75
+            steps=120, batch_size=16, eval_every=30, eval_windows=64, final_eval_windows=256, checkpoint_every=60
         ),
     )
 
