@@ -166,9 +166,10 @@ def _table(found: Any) -> Any:
     from rich.table import Table
 
     near = f"window {found.after.window}+{found.after.sinks} alone"
-    table = Table(
-        "layer", "before", "after", near, "plain average", title="relative squared error to softmax, held out"
-    )
+    table = Table(title="relative squared error to softmax, held out")
+    table.add_column("layer", no_wrap=True)
+    for words in ("before", "after", near, "plain average"):
+        table.add_column(words)
     for layer, before, after, window, uniform in found.rows():
         word = " (kept)" if layer in found.kept else ""
         shown = [f"{value:.4g}" for value in (before, after, window, uniform)]
