@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mercer.cli import main
+from mercer.cli import runs as side_by_side
 from mercer.cli.training import train
 from mercer.train import checkpoint, config, loop
 from mercer.train.record import read_runs
@@ -83,6 +84,15 @@ def test_help_names_every_setting():
         ("train tiny --model.mixer cubitt", 2, "unknown mixer 'cubitt'; choose one of .* (did you mean 'cubit'?)"),
         ("compare tiny --mixers softmax,cubitt", 2, "unknown mixer 'cubitt'; .*"),
         ("compare tiny --mixers cubit:share", 2, "mixer 'cubit:share': an option is written NAME:OPTION=VALUE.*"),
+        (
+            "compare tiny --mixers softmax,cubit,softmax",
+            2,
+            "mixers ('softmax,cubit,softmax') names softmax 2 times; .*",
+        ),
+        ("compare tiny --mixers ,", 2, "mixers (',') names none; give some, as softmax,cubit"),
+        ("compare tiny --mixers softmax,cubit:ridge=abc", 2, "ridge ('abc') must be a finite number"),
+        ("compare tiny --mixers softmax,local_linear:ridge=-1.0", 2, "ridge (-1.0) must be positive: .*"),
+        ("train tiny --mixers a", 2, "unknown option '--mixers'; did you mean '--model.mixer'?"),
         ("compare tiny --seeds 0", 2, "seeds (0) must be at least 1"),
         (
             "train tiny --model.mixer cubit --model.mixer-options.foo 3",
@@ -293,6 +303,21 @@ def test_compare_side_by_side_stops_and_goes_on(capsys, tmp_path, corpus):
     by_folder = {folder.name: read_runs(folder)[0] for folder in runs}
     assert {found.status for found in by_folder.values()} == {"done"}
     assert by_folder["cubit-s0"].valid_loss == read_runs(single)[0].valid_loss
+
+
+def test_side_by_side_stops_before_anything_has_begun(capsys, tmp_path, corpus, monkeypatch):
+    begin = side_by_side._Worker.__init__
+
+    def begin_and_interrupt(*arguments):
+        begin(*arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(side_by_side._Worker, "__init__", begin_and_interrupt)
+    line = f"compare tiny --mixers softmax,cubit --seeds 1 --jobs 2 --data.source {corpus} {NANO} --out {tmp_path}"
+    assert run(line) == 130
+    told = capsys.readouterr()
+    assert told.out.startswith("stopped before the next run began. To go on:\n")
+    assert told.err == ""
 
 
 def test_side_by_side_says_what_went_wrong_in_a_process(capsys, tmp_path, corpus):

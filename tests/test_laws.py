@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from mercer import MIXERS, build_mixer
-from mercer.mixers import map_state
+from mercer.mixers import map_state, mixer_options
 
 VARIANTS = {
     "darkformer near": ("darkformer", {"window": 5, "sinks": 2, "center": True})
@@ -401,3 +401,11 @@ def test_marks_of_more_tokens_than_there_are_are_refused(name, marks, without_sh
     given = torch.ones(2, 8, dtype=torch.bool if marks == "mask" else torch.long)
     with pytest.raises(ValueError, match=rf"{marks} has shape \(2, 8\); it must be \[batch, 6\] over the new tokens"):
         build(name)(**tokens(6), **{marks: given})
+
+
+@pytest.mark.parametrize("name", sorted(MIXERS))
+def test_a_value_of_another_kind_is_refused(name, without_shape_checks):
+    for option, default in mixer_options(name).items():
+        wrong = 0.5 if isinstance(default, str) else "half"
+        with pytest.raises(ValueError, match=rf"{option} \({wrong!r}\) must be |unknown feature map"):
+            build_mixer(name, **SIZES, **{option: wrong})

@@ -85,7 +85,10 @@ def train_side_by_side(jobs: list[Job], report: Report, *, processes: int, threa
                 board.show([worker.job for worker in active.values()])
                 ended = connection.wait([worker.pipe for worker in active.values()], timeout=0.3)
                 for number in [number for number, worker in active.items() if worker.pipe in ended]:
-                    outcomes[number] = active.pop(number).outcome()
+                    outcome = active.pop(number).outcome()
+                    if outcome is None:
+                        continue
+                    outcomes[number] = outcome
                     if outcomes[number].run.status != "interrupted":
                         report(outcomes[number])
         finally:
@@ -130,17 +133,21 @@ class _Worker:
         self._process.start()
         there.close()
 
-    def outcome(self) -> Outcome:
-        """Receive the outcome; raise what the process raised."""
+    def outcome(self) -> Outcome | None:
+        """Receive the outcome, None if the run was stopped before its first step; raise what the process raised."""
         try:
             sent = self.pipe.recv()
         except EOFError:
             self._process.join()
+            if self._told and self._process.exitcode == -signal.SIGTERM:
+                return None  # it had not got as far as to listen
             raise RuntimeError(
                 f"the process of {self.job.out} died with exit code {self._process.exitcode}; if memory was short, "
                 "go on with --resume and fewer --jobs"
             ) from None
         self._process.join()
+        if isinstance(sent, KeyboardInterrupt):
+            return None
         if isinstance(sent, BaseException):
             raise sent
         return sent

@@ -146,7 +146,7 @@ def compare(
             raise ValueError(f"{name} ({value}) must be at least 1")
     if jobs > 1 and "RANK" in os.environ:
         raise ValueError(f"jobs ({jobs}) and torchrun exclude each other; leave out --jobs")
-    variants = [with_mixer(base, spec) for spec in mixers.split(",") if spec]
+    variants = _variants(base, mixers)
     out = out or Path("runs", base.name)
     if dry_run:
         for variant in variants:
@@ -196,6 +196,18 @@ def with_mixer(recipe: Recipe, spec: str) -> Recipe:
     kept = recipe.model.mixer_options if name == recipe.model.mixer else {}
     bare = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, mixer=name, mixer_options=kept))
     return config.merge(bare, {"model": {"mixer_options": settings}})
+
+
+def _variants(base: Recipe, mixers: str) -> list[Recipe]:
+    """Return the recipe with each of the mixers; none, or one twice, would only be found out by a run's folder."""
+    variants = [with_mixer(base, spec) for spec in mixers.split(",") if spec.strip()]
+    if not variants:
+        raise ValueError(f"mixers ({mixers!r}) names none; give some, as softmax,cubit")
+    names = [variant_name(variant) for variant in variants]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"mixers ({mixers!r}) names {name} {names.count(name)} times; name each once")
+    return variants
 
 
 def variant_name(recipe: Recipe) -> str:

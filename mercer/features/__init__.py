@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from mercer.errors import unknown
+from mercer.errors import check_kind, unknown
 from mercer.features.base import FeatureMap, redraw
 from mercer.features.directions import DIRECTIONS, draw_directions
 from mercer.features.exponential import Darkformer, Favor, Hyperbolic, Lfk, Oprf
@@ -77,7 +77,8 @@ def build_features(
     torch.Size([2, 3, 4])
     """
     known = feature_options(name)
-    for option in options:
+    for option, value in options.items():
         if option not in known:
             raise unknown(f"option of feature map {name}", option, known)
+        check_kind(option, value, known[option])
     return FEATURES[name](num_heads, head_dim, num_features, seed=seed, **options)

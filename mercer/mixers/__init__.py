@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mercer.errors import unknown
+from mercer.errors import check_kind, unknown
 from mercer.mixers.base import Mixer, map_state
 from mercer.mixers.constant import Constant
 from mercer.mixers.cubit import Cubit
@@ -70,15 +70,16 @@ def build_mixer(
         A module `(q, k, v, *, x, rotate, mask, segments, state) -> (o, state)`.
 
     Raises:
-        ValueError: an unknown name or option, sizes that do not divide.
+        ValueError: an unknown name or option, a value of another kind than the option's, sizes that do not divide.
 
     >>> build_mixer("cubit", num_heads=4, head_dim=8, hidden_size=32, share=True).num_kv_heads
     4
     """
     known = mixer_options(name, **options)
-    for option in options:
+    for option, value in options.items():
         if option not in known:
             raise ValueError(f"unknown option {option!r} for mixer {name!r}; it takes {', '.join(sorted(known))}")
+        check_kind(option, value, known[option])
     return MIXERS[name](
         num_heads=num_heads,
         head_dim=head_dim,

@@ -51,11 +51,15 @@ def save_tensors(path: Path, tensors: Tensors) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all: aside, flushed, renamed."""
     aside = path.with_name(f".{path.name}.partial")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def save(checkpoints: Path, position: Position, files: Mapping[str, Tensors], *, keep: int = 2) -> Path:
@@ -131,12 +135,12 @@ def verify(path: Path) -> None:
     Raises:
         CheckpointError: a file is missing, of another size, or of other content.
     """
-    for name, told in _manifest(path).items():
+    for name, (told, checksum) in _manifest(path).items():
         file = path / name
         size = file.stat().st_size if file.is_file() else 0
-        if size != told["bytes"]:
-            raise _damaged(path, f"{name} has {size} of {told['bytes']} bytes")
-        if _sha256(file) != told["sha256"]:
+        if size != told:
+            raise _damaged(path, f"{name} has {size} of {told} bytes")
+        if _sha256(file) != checksum:
             raise _damaged(path, f"the content of {name} has changed")
 
 
@@ -155,7 +159,7 @@ def load_position(path: Path) -> Position:
     """Read the scalars of a checkpoint."""
     try:
         return Position(**json.loads((path / "state.json").read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, TypeError, FileNotFoundError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise _damaged(path, "state.json cannot be read") from error
 
 
@@ -163,13 +167,14 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {path} is damaged ({what}); delete it and resume from an older one")
 
 
-def _manifest(path: Path) -> dict[str, dict]:
+def _manifest(path: Path) -> dict[str, tuple[int, str]]:
+    """Return the size and the SHA-256 sum of every file of a checkpoint."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         if manifest["schema"] != SCHEMA:
             raise _damaged(path, f"schema {manifest['schema']}, this version reads {SCHEMA}")
-        return manifest["files"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, FileNotFoundError) as error:
+        return {name: (told["bytes"], told["sha256"]) for name, told in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise _damaged(path, "manifest.json is missing or cannot be read") from error
 
 

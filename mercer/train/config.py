@@ -138,6 +138,7 @@ KEYS = tuple(key for key in _keys(Recipe) if key != "name")
 
 def _unknown_key(key: str, choices: Sequence[str], *, flag: bool = False) -> ValueError:
     shown = (lambda k: "--" + k.replace("_", "-")) if flag else (lambda k: k)
+    choices = [choice for choice in choices if choice != key]  # an option of another command
     near = difflib.get_close_matches(key, choices, n=1, cutoff=0.5)
     if not near:  # a right name in the wrong section is the next likely slip
         near = [choice for choice in choices if choice.split(".")[-1] == key.split(".")[-1]]

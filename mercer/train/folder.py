@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mercer.errors import CheckpointError
 from mercer.train import checkpoint, config, record
 from mercer.train.recipe import Recipe
 
 # What may change between the parts of one run without making it another run.
 _FREE = {"train.eval_every", "train.eval_windows", "train.final_eval_windows", "train.checkpoint_every", "train.keep"}
+_COLUMNS = {"step", "train_loss", "valid_loss", "learning_rate"}  # of a row of metrics.jsonl, for the curve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +52,14 @@ class RunFolder:
         Raises:
             FileExistsError: another run lies there and neither `resume` nor `overwrite` is given.
             ValueError: it is to be resumed with another recipe than it was started with.
+            CheckpointError: its config.yaml is damaged.
         """
         if self.config.exists():
             if not (resume or overwrite):
                 raise FileExistsError(f"{self.path} holds a run already; add --resume, --overwrite or another --out")
             if not overwrite:
                 self._same(recipe)
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        elif self.path.exists() and (not self.path.is_dir() or any(map(_is_foreign, self.path.iterdir()))):
             raise FileExistsError(f"{self.path} holds something that is no run; give another --out")
 
     def open(self, recipe: Recipe, *, overwrite: bool) -> None:
@@ -70,11 +73,16 @@ class RunFolder:
         """Return the record of a run that is done."""
         if not self.results.exists():
             return None
-        run = record.Run.from_json(self.results.read_text(encoding="utf-8"), str(self.results))
+        run = record.read_run(self.results)
         return run if run.status == "done" else None
 
     def _same(self, recipe: Recipe) -> None:
-        before = dict(_leaves(config.to_dict(config.from_dict(config.read_yaml(self.config)))))
+        try:
+            before = dict(_leaves(config.to_dict(config.from_dict(config.read_yaml(self.config)))))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.config} is damaged or of another version ({error}); train again with --overwrite"
+            ) from error
         now = dict(_leaves(config.to_dict(recipe)))
         for key in sorted((before | now).keys() - _FREE):
             if before.get(key) != now.get(key):
@@ -90,11 +98,31 @@ class RunFolder:
             checkpoint.replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl; a last line cut off by a crash is left out."""
+        """Return the rows of metrics.jsonl; a last line cut off by a crash is left out.
+
+        Raises:
+            CheckpointError: another line is no row.
+        """
         if not self.metrics.exists():
             return []
-        lines = self.metrics.read_text(encoding="utf-8").split("\n")
-        return [json.loads(line) for line in lines[:-1]]
+        rows = []
+        for number, line in enumerate(self.metrics.read_bytes().split(b"\n")[:-1], start=1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict) or _COLUMNS - row.keys():
+                raise CheckpointError(
+                    f"{self.metrics} is damaged (line {number}); delete it and go on with --resume: "
+                    "the run's curve is lost then, and nothing else"
+                )
+            rows.append(row)
+        return rows
+
+
+def _is_foreign(path: Path) -> bool:
+    """Return whether a file is none of those that `checkpoint.replace_text` was killed over."""
+    return not (path.name.startswith(".") and path.name.endswith(".partial"))
 
 
 def curve(rows: list[dict[str, Any]], points: int = 200) -> list[dict[str, Any]]:

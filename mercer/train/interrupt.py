@@ -8,14 +8,17 @@ from types import FrameType
 class Interruption:
     """Catch the first SIGINT or SIGTERM inside a `with` block; a second one stops at once.
 
+    Args:
+        at_once: the first one stops at once too: there is nothing yet that could be saved.
+
     >>> with Interruption() as interruption:
     ...     signal.raise_signal(signal.SIGTERM)
     ...     interruption.requested
     True
     """
 
-    def __init__(self):
-        self.requested = False
+    def __init__(self, *, at_once: bool = False):
+        self.requested = at_once
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "Interruption":

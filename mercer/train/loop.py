@@ -58,6 +58,7 @@ def train(
         DataError: the text cannot be used.
         CheckpointError: no complete checkpoint is left to resume from.
         FloatingPointError: the loss or the gradient is no longer finite.
+        KeyboardInterrupt: it was stopped before its first step, with nothing to save.
         OSError: the disk refused a file; the last checkpoint is as it was.
     """
     recipe = setup.resolve(recipe)
@@ -71,8 +72,9 @@ def train(
     if resume and (finished := folder.finished()):
         return finished
     stop = should_stop or (lambda _: False)
-    with Interruption() as interruption:
+    with Interruption(at_once=True):  # reading a large text takes hours
         session = Session(recipe, folder, world, console, cache_dir, overwrite=overwrite)
+    with Interruption() as interruption:
         return session.run(lambda step: interruption.requested or stop(step))
 
 

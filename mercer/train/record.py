@@ -73,6 +73,19 @@ class Run:
         return cls(**{name: value for name, value in values.items() if name in names})
 
 
+def read_run(path: Path) -> Run:
+    """Return the record in a `results.json`.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not text: {error}; delete it or run the training again") from error
+    return Run.from_json(text, str(path))
+
+
 def read_runs(folder: str | Path) -> list[Run]:
     """Return the record of every run under a folder, in the order of their paths.
 
@@ -85,7 +98,7 @@ def read_runs(folder: str | Path) -> list[Run]:
     paths = sorted(folder.rglob("results.json"))
     if not paths:
         raise FileNotFoundError(f"folder {folder} holds no results.json; give one that `mercer train` wrote")
-    return [Run.from_json(path.read_text(encoding="utf-8"), str(path)) for path in paths]
+    return [read_run(path) for path in paths]
 
 
 def command_line() -> str:

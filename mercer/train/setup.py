@@ -13,7 +13,7 @@ from mercer.data import build_tokenizer, prepare, read_documents
 from mercer.data.stream import default_cache_dir
 from mercer.errors import unknown
 from mercer.hf import SIZES, from_scratch
-from mercer.mixers import mixer_options
+from mercer.mixers import build_mixer
 from mercer.train.recipe import DataConfig, ModelConfig, Recipe
 
 
@@ -21,20 +21,25 @@ def resolve(recipe: Recipe) -> Recipe:
     """Check the names a recipe uses, and fill in the size's learning rate where it gives none.
 
     Raises:
-        ValueError: an unknown size, mixer or mixer option, or widths that do not divide.
+        ValueError: an unknown size, mixer or mixer option, a value the mixer refuses, or widths that do not divide.
     """
     model = recipe.model
     if model.size not in SIZES:
         raise unknown("size", model.size, SIZES)
-    takes = sorted(mixer_options(model.mixer, **model.mixer_options))
-    for option in model.mixer_options:
-        if option not in takes:
-            raise ValueError(f"unknown option {option!r} for mixer {model.mixer!r}; it takes {', '.join(takes)}")
     size = model_size(model)
     if size.hidden_size % size.num_heads:
         raise ValueError(
             f"hidden_size ({size.hidden_size}) must be a multiple of num_heads ({size.num_heads}); "
             "change --model.hidden-size or --model.num-heads"
+        )
+    with torch.device("meta"):  # the mixer itself knows which options, and which values of them, it takes
+        head_dim = size.hidden_size // size.num_heads
+        build_mixer(
+            model.mixer,
+            num_heads=size.num_heads,
+            head_dim=head_dim,
+            hidden_size=size.hidden_size,
+            **model.mixer_options,
         )
     if recipe.optim.lr is None:
         return dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, lr=size.learning_rate))

@@ -283,6 +283,7 @@ def test_blocks_are_orthogonal_or_simplices_and_lengths_independent():
         (("darkformer", 1, 4), {"rank": 5}, r"rank \(5\) must be between 1 and head_dim \(4\)"),
         (("oprf", 1, 4), {"mean_square": 0.0}, r"mean_square \(0.0\) must be positive"),
         (("elu", 1, 4), {"tau": 0.0}, r"tau \(0.0\) must be positive"),
+        (("elu", 1, 4), {"tau": "one"}, r"tau \('one'\) must be a finite number"),
     ],
 )
 def test_wrong_use_is_refused_in_words(arguments, options, text):

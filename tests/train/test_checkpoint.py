@@ -63,6 +63,15 @@ def spoil_manifest(path):
     (path / "manifest.json").write_text("{")
 
 
+def replace_manifest(path):
+    lose_manifest(path)
+    (path / "manifest.json").mkdir()
+
+
+def another_structure(path):
+    (path / "manifest.json").write_text(json.dumps({"schema": 1, "files": {"model.safetensors": 3}}))
+
+
 def another_schema(path):
     (path / "manifest.json").write_text(json.dumps({"schema": 99, "files": {}}))
 
@@ -73,6 +82,8 @@ DAMAGE = {
     lose_weights: "model.safetensors has 0 of",
     lose_manifest: "manifest.json is missing or cannot be read",
     spoil_manifest: "manifest.json is missing or cannot be read",
+    replace_manifest: "manifest.json is missing or cannot be read",
+    another_structure: "manifest.json is missing or cannot be read",
     another_schema: "schema 99, this version reads 1",
 }
 
@@ -167,3 +178,4 @@ def test_replace_text_keeps_the_old_text_when_it_fails(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         checkpoint.replace_text(file, "new")
     assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]

@@ -189,6 +189,20 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(recipe, tmp_path):
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "results.json"])
+@pytest.mark.parametrize("content", [b"\xff\x00\n", b"{\n", b"5\n"])
+def test_a_damaged_file_of_the_run_is_named(recipe, tmp_path, name, content):
+    train(recipe, tmp_path, should_stop=lambda step: step == 3)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name} is .*(--overwrite|--resume|run the training again|version)"):
+        train(recipe, tmp_path, resume=True)
+
+
+def test_a_start_that_was_killed_can_be_repeated(recipe, tmp_path):
+    (tmp_path / ".config.yaml.partial").write_text("name: ti")
+    assert train(recipe, tmp_path).status == "done"
+
+
 def test_a_checkpoint_of_another_model(recipe, tmp_path):
     train(recipe, tmp_path, should_stop=lambda step: step == 3)
     config = tmp_path / "config.yaml"
@@ -206,6 +220,18 @@ def test_sigterm_saves_and_stops(recipe, tmp_path, monkeypatch):
     run = train(recipe, tmp_path)
     assert (run.status, run.steps) == ("interrupted", 2)
     assert checkpoint.newest(tmp_path / "checkpoints")[0].name == "step-00000002"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_text_is_read_stops_at_once(recipe, tmp_path, monkeypatch, number):
+    def read(*_):
+        signal.raise_signal(number)
+        pytest.fail("it went on reading")
+
+    monkeypatch.setattr(loop.setup, "load_data", read)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_nothing_is_shown_where_there_is_no_terminal_and_a_line_where_there_is(recipe, tmp_path):
@@ -232,6 +258,13 @@ def test_a_wrong_text_leaves_no_folder(recipe, tmp_path):
         (
             {"mixer": "cubit", "mixer_options": {"foo": 1}},
             "unknown option 'foo' for mixer 'cubit'; it takes gamma, lrr, ridge, .*share",
+        ),
+        ({"mixer": "cubit", "mixer_options": {"share": 3}}, r"share \(3\) must be true or false"),
+        ({"mixer": "cubit", "mixer_options": {"ridge": -1.0}}, r"ridge \(-1.0\) must be positive"),
+        ({"mixer_options": {"scale": float("nan")}}, r"scale \(nan\) must be a finite number, or left out"),
+        (
+            {"mixer": "performer", "mixer_options": {"num_features": 2.5}},
+            r"num_features \(2.5\) must be a whole number",
         ),
         ({"hidden_size": None, "num_heads": 3}, r"hidden_size \(128\) must be a multiple of num_heads \(3\); change"),
     ],
