@@ -81,7 +81,8 @@ def softmax_attention(
         ValueError: heads that do not divide, a mask that is not a padding mask, segments of another shape.
 
     Cost:
-        O(B H T S D) time, O(B H T D) memory; with `mask` or `segments` one bool per pair besides.
+        O(B H T S D) time, O(B H T D) memory; with `mask`, `segments` or more keys than queries, a mask of one bool (and
+        in the fused kernel one float) per pair of a batch row besides, shared by the heads.
 
     Source:
         Vaswani et al. 2017, eq. (1); Nadaraya-Watson regression with the kernel exp(scale * q . k).
