@@ -329,6 +329,17 @@ def test_on_the_meta_device_there_are_shapes_alone(name):
     assert o.shape == (2, 4, 9, 5)
 
 
+# Derivatives no hand-written backward has
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inside forward_ad
+@pytest.mark.parametrize("name", sorted(MIXERS.keys() - {"softmax", "random"}))  # those are PyTorch's own operator
+def test_forward_mode_is_refused_and_not_zero(name):
+    mixer, inputs = build(name), {n: t.detach() for n, t in tokens(9).items()}
+    with pytest.raises(NotImplementedError, match="this operator has no forward-mode derivative"):
+        torch.func.jvp(lambda v: mixer(**inputs | {"v": v})[0], (inputs["v"],), (torch.ones_like(inputs["v"]),))
+
+
 # Training and dtypes
 
 

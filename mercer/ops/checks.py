@@ -5,6 +5,7 @@ import contextlib
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager:
@@ -62,6 +63,17 @@ def check_segments(segments: Tensor | None, batch: int, length: int) -> None:
         raise ValueError(
             f"segments has shape {tuple(segments.shape)} and dtype {segments.dtype}; "
             f"it must be integer [batch, keys] = ({batch}, {length}), equal = same packed document"
+        )
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raise NotImplementedError if a tensor given to a custom operator carries a tangent: PyTorch would drop it."""
+    if torch.compiler.is_compiling():
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            "this operator has no forward-mode derivative (jvp, jacfwd, hessian); use reverse mode (grad, vjp), or its "
+            "definition, which is called like it with _naive at the end"
         )
 
 

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mercer.ops.checks import check_heads, check_mask, check_segments, full_precision, repeat_heads, zero_padding
+from mercer.ops.checks import (
+    check_heads,
+    check_mask,
+    check_segments,
+    full_precision,
+    refuse_tangents,
+    repeat_heads,
+    zero_padding,
+)
 from mercer.ops.linear_chunks import document_ids
 from mercer.ops.linear_definition import Definition, Sums, segment_after
 from mercer.ops.linear_passes import linear_attention_op
@@ -101,6 +109,7 @@ def linear_attention(
     check_linear(log_q, log_k, v, causal=causal, mask=mask, segments=segments, state=state, chunk_size=chunk_size)
     past = Sums.of(state, log_k, v, log_q)
     documents = document_ids(mask, segments, past.segment)
+    refuse_tangents(log_q, log_k, v, past.sums)
     o, _, sums, c, _ = linear_attention_op(
         log_q, log_k, v, past.sums, past.c, mask, documents, past.segment, causal, chunk_size
     )

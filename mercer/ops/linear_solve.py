@@ -12,6 +12,7 @@ from mercer.ops.checks import (
     check_segments,
     full_precision,
     per_row,
+    refuse_tangents,
     repeat_heads,
     zero_padding,
 )
@@ -110,6 +111,7 @@ def linear_kernel_solve(
     one = log_rows is log_cols and log_rows.shape[1] >= rhs.shape[1]
     log_rows, log_cols, right, ridge_, past = _prepare(log_rows, log_cols, rhs, ridge, mask, segments, state)
     documents = document_ids(mask, segments, past.segment)
+    refuse_tangents(log_rows, log_cols, right, ridge_, past.sums)
     u, _, sums, c = linear_kernel_solve_op(
         log_rows, None if one else log_cols, right, ridge_, past.sums, past.c, mask, documents, past.segment, chunk_size
     )

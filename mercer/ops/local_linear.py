@@ -12,6 +12,7 @@ from mercer.ops.checks import (
     check_segments,
     compute_dtype,
     full_precision,
+    refuse_tangents,
     repeat_heads,
     visible,
     zero_padding,
@@ -103,6 +104,7 @@ def local_linear_attention(
         penalty = torch.as_tensor(ridge, device=q.device, dtype=torch.float64)
         if not (torch.compiler.is_compiling() or penalty.is_meta) and not bool((penalty > 0).all()):
             raise ValueError(f"ridge ({float(penalty.detach().min())}) must be positive: the slopes need a penalty")
+        refuse_tangents(q_, k_, v_, penalty)
         return _fit(q_, k_, v_, penalty, mask, segments, causal, factor).to(v.dtype)
 
 

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mercer.ops.checks import compute_dtype, full_precision, zero_padding
+from mercer.ops.checks import compute_dtype, full_precision, refuse_tangents, zero_padding
 from mercer.ops.linear import LinearState
 from mercer.ops.linear_chunks import FLOOR, document_ids
 from mercer.ops.linear_definition import Sums
@@ -113,6 +113,7 @@ def _near(
     first = start[:, :: block_length(q.device)]
     columns = [gather_sinks(x, first, window, sinks).to(dtype) for x in known]
     k, v = (x[:, :, sinks:].to(dtype) for x in known)
+    refuse_tangents(q, k, v)
     return near_attention_op(q.to(dtype), k, v, *columns, start, window, sinks, scale)
 
 
@@ -133,6 +134,7 @@ def _far(
     past_sums = Sums.of(past, log_k, v, log_q)
     entering = torch.zeros_like(past_sums.segment)  # documents are numbered anew in each call
     documents = None if run is None or rows is None else document_ids(rows, run, entering)
+    refuse_tangents(log_q, log_k, v)
     o, _, sums, c, log_total = linear_attention_op(
         log_q, log_k, v, past_sums.sums, past_sums.c, rows, documents, entering, True, chunk_size
     )

@@ -14,6 +14,7 @@ from mercer.ops.checks import (
     compute_dtype,
     full_precision,
     per_row,
+    refuse_tangents,
     repeat_heads,
     visible,
     zero_padding,
@@ -126,6 +127,7 @@ def kernel_solve(
         )  # fmt: skip
     with full_precision(rows.device):
         rows, cols, right, ridge, gate, past = _prepare(rows, cols, rhs, ridge, gate, scale, mask, segments, past)
+        refuse_tangents(rows, cols, right, ridge, gate, past)
         u = solve_blocks(rows, cols, right, ridge, gate, past, mask, segments, strict, block_size)
         return zero_padding(u, mask, rows=True).to(rhs.dtype)
 
