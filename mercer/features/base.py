@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mercer.errors import check_kind
 from mercer.features.directions import draw_directions
 from mercer.ops.checks import compute_dtype, full_precision
 
@@ -48,6 +49,7 @@ class FeatureMap(nn.Module, abc.ABC):
         super().__init__()
         sizes = {"num_heads": num_heads, "head_dim": head_dim, "num_features": num_features}
         for name, size in (sizes if redraw_steps is None else {**sizes, "redraw_steps": redraw_steps}).items():
+            check_kind(name, size, 1)
             if size < 1:
                 raise ValueError(f"{name} ({size}) must be at least 1")
         if num_features % self.per_direction:

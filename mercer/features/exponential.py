@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mercer.errors import check_kind
 from mercer.features.base import FeatureMap
 from mercer.features.proposal import mean_square_proposal, optimal_proposal, root, tilt
 
@@ -151,6 +152,7 @@ class Darkformer(FeatureMap):
     def __init__(self, *sizes: int, rank: int | None = None, proposal: bool = False, **options: Any):
         super().__init__(*sizes, **options)
         self._rank = self.head_dim if rank is None else rank
+        check_kind("rank", self._rank, self.head_dim)
         if not 1 <= self._rank <= self.head_dim:
             raise ValueError(f"rank ({rank}) must be between 1 and head_dim ({self.head_dim}): M maps R^D to R^rank")
         self.carries_proposal = proposal

@@ -266,10 +266,15 @@ def test_a_wrong_text_leaves_no_folder(recipe, tmp_path):
             {"mixer": "performer", "mixer_options": {"num_features": 2.5}},
             r"num_features \(2.5\) must be a whole number",
         ),
+        (
+            {"mixer": "performer", "mixer_options": {"redraw_steps": 2.5}},
+            r"redraw_steps \(2.5\) must be a whole number",
+        ),
+        ({"mixer": "darkformer", "mixer_options": {"rank": 2.5}}, r"rank \(2.5\) must be a whole number"),
         ({"hidden_size": None, "num_heads": 3}, r"hidden_size \(128\) must be a multiple of num_heads \(3\); change"),
     ],
 )
-def test_wrong_names_are_refused_before_anything_is_written(recipe, tmp_path, changes, message):
+def test_wrong_names_are_refused_before_anything_is_written(recipe, tmp_path, changes, message, without_shape_checks):
     with pytest.raises(ValueError, match=message):
         train(change(recipe, "model", **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
