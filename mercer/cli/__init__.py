@@ -88,7 +88,7 @@ def _say(error: BaseException | str, code: int) -> int:
 
 
 _EXTRAS = {
-    "hf": ("transformers", "tokenizers"),
+    "hf": ("transformers", "tokenizers", "gguf", "accelerate"),
     "data": ("datasets", "pyarrow"),
     "plots": ("matplotlib",),
     "particles": ("sklearn", "scipy", "ot"),
