@@ -1,5 +1,7 @@
 """MixerAttention: projections, rotary positions that count real tokens, and the mixer's laws passed on."""
 
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -98,6 +100,25 @@ def test_rotary_positions_leave_products_a_function_of_the_distance():
     near, far = (at(x, t + 3) * at(y, t) for t in (0, 1000))
     assert_close(near.sum(), far.sum())
     assert (at(x, 3) * at(y, 0)).sum() != (x * y).sum()
+
+
+@pytest.mark.parametrize("mixer", ["softmax", "deltaformer", "cubit"])
+def test_300_steps_with_sixteen_bit_weights_stay_finite_and_learn(mixer):
+    """Autocast is the training loop's; here the weights themselves are bfloat16, the ridge at its paper value."""
+    attention = MixerAttention(32, 4, mixer=mixer).bfloat16()
+    x = torch.randn(4, 24, 32, dtype=torch.bfloat16)
+    target = x.roll(1, 1)  # every token recalls the one before it
+    optimiser = torch.optim.AdamW(attention.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(300):
+        loss = (attention(x)[0] - target)[:, 1:].float().square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in attention.parameters())
+        optimiser.step()
+        losses.append(loss.item())
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_sizes_that_do_not_divide():
