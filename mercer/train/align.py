@@ -66,7 +66,7 @@ def align(
 
     Cost: a forward pass of the original model and a forward and backward pass of each mixer, a step.
 
-    Source: attention transfer as in LoLCATs (arXiv:2410.10254), sec. 3.1; here with a relative error.
+    Source: attention transfer as in LoLCATs (arXiv:2410.10254); here with a relative error.
     """
     if steps < 1 or not learning_rate > 0:
         raise ValueError(f"steps ({steps}) must be at least 1 and learning_rate ({learning_rate}) above 0")
