@@ -28,8 +28,36 @@ def make_run(
     position: Position,
     rows: list[dict[str, Any]],
 ) -> record.Run:
-    """Put together what results.json holds."""
-    tokens = position.batches * recipe.train.batch_size * recipe.data.length
+    """Put together what results.json holds of a language model."""
+    return run_record(
+        status,
+        recipe=recipe,
+        created=created,
+        device=device,
+        parameters=parameters,
+        position=position,
+        rows=rows,
+        tokens=position.batches * recipe.train.batch_size * recipe.data.length,
+        valid_loss=evaluation and evaluation.loss,
+        bits_per_byte=evaluation and evaluation.bits_per_byte,
+        perplexity=evaluation and evaluation.perplexity,
+        loss_by_position=[list(bucket) for bucket in evaluation.loss_by_position] if evaluation else [],
+    )
+
+
+def run_record(
+    status: record.Status,
+    *,
+    recipe: Any,
+    created: str,
+    device: str,
+    parameters: int,
+    position: Position,
+    rows: list[dict[str, Any]],
+    tokens: int,
+    **figures: Any,
+) -> record.Run:
+    """Put together what every results.json holds; `figures` are what this kind of run was measured by."""
     digest = hashlib.sha256(config.write_yaml(recipe).encode()).hexdigest()[:8]
     return record.Run(
         run_id=f"{recipe.name}-{recipe.model.mixer}-s{recipe.seed}-{digest}",
@@ -47,20 +75,17 @@ def make_run(
         parameters=parameters,
         train_tokens=tokens,
         steps=position.step,
-        valid_loss=evaluation and evaluation.loss,
-        bits_per_byte=evaluation and evaluation.bits_per_byte,
-        perplexity=evaluation and evaluation.perplexity,
         tokens_per_second=tokens / position.seconds if position.seconds else 0.0,
         train_seconds=position.seconds,
         peak_memory_bytes=record.peak_memory_bytes(device),
-        loss_by_position=[list(bucket) for bucket in evaluation.loss_by_position] if evaluation else [],
         curve=curve(rows),
         config=config.to_dict(recipe),
         status=status,
+        **{"valid_loss": None, "bits_per_byte": None, "perplexity": None, "loss_by_position": []} | figures,
     )
 
 
-def save_model(path: Path, model: Any, tokenizer: Any, run: record.Run, world: World) -> None:
+def save_model(path: Path, model: Any, tokenizer: Any, card: str, world: World) -> None:
     """Write weights, tokenizer and card aside and rename; of a sharded model the main process writes the whole.
 
     Raises:
@@ -73,7 +98,7 @@ def save_model(path: Path, model: Any, tokenizer: Any, run: record.Run, world: W
     shutil.rmtree(aside, ignore_errors=True)
     model.save_pretrained(aside, state_dict=weights)
     tokenizer.save_pretrained(aside)
-    replace_text(aside / "README.md", card(run))
+    replace_text(aside / "README.md", card)
     shutil.rmtree(path, ignore_errors=True)
     os.replace(aside, path)
 

@@ -22,8 +22,10 @@ def model_tensors(model: nn.Module) -> Tensors:
     return dict(model.named_parameters()) | buffers
 
 
-def optimiser_tensors(model: nn.Module, optimiser: Optimizer) -> Tensors:
-    """Return the optimiser's state as `KEY/PARAMETER`, whatever the groups and their order."""
+def optimiser_tensors(model: nn.Module, optimiser: Optimizer | None) -> Tensors:
+    """Return the optimiser's state as `KEY/PARAMETER`, whatever the groups and their order; empty without one."""
+    if optimiser is None:
+        return {}
     named = model.named_parameters()
     return {f"{key}/{name}": tensor for name, p in named for key, tensor in optimiser.state.get(p, {}).items()}
 
@@ -37,12 +39,12 @@ def random_tensors(device: torch.device) -> Tensors:
 
 
 def save_run(
-    checkpoints: Path, position: Position, model: nn.Module, optimiser: Optimizer, world: World, keep: int
+    checkpoints: Path, position: Position, model: nn.Module, optimiser: Optimizer | None, world: World, keep: int
 ) -> None:
     """Write a checkpoint of the whole run; a sharded one is written by every process, its own part each.
 
     A sharded one can be resumed on another number of processes, so it holds no random generators: a step draws nothing
-    at random (batches are a function of the seed and their index, our models have no dropout).
+    at random (batches are a function of the seed and their index, language models have no dropout).
     """
     parts = {"model": model_tensors(model), "optimiser": optimiser_tensors(model, optimiser)}
     if not position.sharded:
@@ -70,7 +72,7 @@ def save_run(
     world.wait()
 
 
-def load_run(path: Path, model: nn.Module, optimiser: Optimizer, world: World, *, sharded: bool) -> Position:
+def load_run(path: Path, model: nn.Module, optimiser: Optimizer | None, world: World, *, sharded: bool) -> Position:
     """Put a checkpoint back into a freshly built model and optimiser.
 
     Raises:
@@ -83,12 +85,14 @@ def load_run(path: Path, model: nn.Module, optimiser: Optimizer, world: World, *
             f"checkpoint {path} was written with train.shard {shard}; resume with --train.shard {shard}"
         )
     if sharded:
+        assert optimiser is not None, "a sharded run descends a loss"
         _load_sharded(path, model, optimiser)
         return position
     position, files = load(path)
     _fill(path, model_tensors(model), files["model"])
     named = dict(model.named_parameters())
     for full_name, tensor in files["optimiser"].items():
+        assert optimiser is not None, "a phase without an optimiser saves no state of one"
         key, _, name = full_name.partition("/")
         optimiser.state[named[name]][key] = tensor.to(named[name].device)
     torch.set_rng_state(files["random"]["cpu"])
