@@ -16,6 +16,7 @@ LEVELS = [
     {"attention", "hf"},
     {"data", "train", "evaluate"},
     {"bench", "report"},
+    {"study"},
     {"cli"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
