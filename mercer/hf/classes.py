@@ -16,6 +16,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from mercer.hf.block import arrange, arrangement
 from mercer.hf.cache import cache_argument, new_cache
 from mercer.hf.install import attached, fill_initial_values, install
 from mercer.hf.layers import Summary
@@ -49,6 +50,7 @@ class MercerModel(_Base):
             del config.auto_map  # written anew at every save
         if config.mercer is not None:
             install(self, config.mercer)
+            arrange(self, **arrangement(config.mercer))
 
     @torch.no_grad()
     def initialize_weights(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from mercer.hf.block import arrangement
 from mercer.hf.classes import MercerModel, base_class, check_options, generated
 from mercer.hf.install import install, uninstall
 
@@ -105,7 +106,8 @@ def detach(model: M) -> M:
         The same model.
 
     Raises:
-        ValueError: the model carries no mixer.
+        ValueError: the model carries no mixer, or its layers were changed beside the mixer (`from_scratch` with
+            projections or pooling), so that no attention of its own is left.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -116,6 +118,9 @@ def detach(model: M) -> M:
     if not isinstance(model, MercerModel):
         raise ValueError(f"{type(model).__name__} carries no mixer; there is nothing to detach")
     own: Any = model
+    if changed := arrangement(own.config.mercer):
+        asked = ", ".join(f"{key}={value!r}" for key, value in changed.items())
+        raise ValueError(f"{type(model).__name__} was built with {asked}: it has no attention of its own to go back to")
     uninstall(own)
     del own.config.mercer
     own.config.__class__ = type(own.config).__mro__[1]
