@@ -2,17 +2,20 @@
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
 from mercer import ops
 from mercer.features import FeatureMap, build_features
+from mercer.mixers import Mixer, build_mixer
 
 NUM_FEATURES = 256
+NEAR = {"window": 64, "sinks": 4}
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,17 @@ class Operator:
         make: leaf tensors that take gradients, and whatever else `call` needs, by name.
         call: the operator on what `make` returned.
         mixer: name of the mixer that decodes with it, "" where none does.
+        options: of that mixer.
+        chunked: whether `call` takes a chunk_size.
+        beside: another operator whose time it is compared with, besides the reference.
     """
 
     make: Callable[[Shape], dict[str, Tensor]]
     call: Callable[..., Tensor]
-    mixer: str
+    mixer: str = ""
+    options: Mapping[str, int] = field(default_factory=dict)
+    chunked: bool = False
+    beside: str = ""
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,25 +96,55 @@ def _deltaformer(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1)
-def _favor(heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> FeatureMap:
+def _drawn(heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> FeatureMap:
     """Return the feature map, drawn once and not in every call."""
     return build_features("favor", heads, head_dim, NUM_FEATURES).to(device, dtype)
 
 
-def _linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    features = _favor(q.shape[1], q.shape[3], q.dtype, q.device)
-    scale = q.shape[-1] ** -0.25
-    return ops.linear_attention(features(scale * q), features(scale * k), v)[0]
+def _favor(q: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the log features of a query or key."""
+    features, scale = _drawn(q.shape[1], q.shape[3], q.dtype, q.device), q.shape[-1] ** -0.25
+    return lambda x: features(scale * x)
 
 
-# What is measured unless asked otherwise; local_linear costs a hundred times SDPA and is left out.
-DEFAULT_OPERATORS = ("softmax", "kernel_solve", "cubit", "deltaformer", "linear")
+def _linear(q: Tensor, k: Tensor, v: Tensor, chunk_size: int = 128) -> Tensor:
+    features = _favor(q)
+    return ops.linear_attention(features(q), features(k), v, chunk_size=chunk_size)[0]
+
+
+def _near_far(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    features = _favor(q)
+    return ops.near_far_attention(q, k, v, features, features, window=NEAR["window"], sinks=NEAR["sinks"])[0]
+
+
+@functools.lru_cache(maxsize=1)
+def _linear_cubit_mixer(heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Mixer:
+    """Return the mixer without projections: r is k, and s is 1."""
+    mixer = build_mixer("linear_cubit", num_heads=heads, head_dim=head_dim, hidden_size=1, share=True, lrr=False)
+    return mixer.to(device, dtype)
+
+
+def _linear_cubit_inputs(shape: Shape) -> dict[str, Tensor]:
+    mixer = _linear_cubit_mixer(shape.heads, shape.head_dim, shape.dtype, shape.device)
+    return _qkv(shape) | {name: p.detach().clone().requires_grad_() for name, p in mixer.named_parameters()}
+
+
+def _linear_cubit(q: Tensor, k: Tensor, v: Tensor, **parameters: Tensor) -> Tensor:
+    mixer = _linear_cubit_mixer(q.shape[1], q.shape[3], q.dtype, str(q.device))
+    return functional_call(mixer, parameters, (q, k, v))[0]
+
+
+# What is measured unless asked otherwise. kernel_solve is half of cubit; local_linear costs a hundred times SDPA.
+DEFAULT_OPERATORS = ("softmax", "cubit", "deltaformer", "linear", "near_far", "linear_cubit")
 
 BENCHES: dict[str, Operator] = {
     "softmax": Operator(_qkv, ops.softmax_attention, "softmax"),
-    "kernel_solve": Operator(_cubit_system, _kernel_solve, ""),
+    "kernel_solve": Operator(_cubit_system, _kernel_solve),
     "cubit": Operator(lambda shape: _qkv(shape) | _cubit_system(shape), _cubit, "cubit"),
     "deltaformer": Operator(lambda shape: _qkv(shape) | _gate(shape), _deltaformer, "deltaformer"),
-    "linear": Operator(_qkv, _linear, ""),  # features included
+    # These three with their features.
+    "linear": Operator(_qkv, _linear, "performer", chunked=True),
+    "near_far": Operator(_qkv, _near_far, "performer", NEAR, beside="linear"),
+    "linear_cubit": Operator(_linear_cubit_inputs, _linear_cubit, "linear_cubit", beside="linear"),
     "local_linear": Operator(_qkv, ops.local_linear_attention, "local_linear"),
 }

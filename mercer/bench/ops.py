@@ -1,6 +1,7 @@
 """Measure operators against PyTorch's own attention: seconds and memory over lengths, and decoding."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def bench_ops(
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
     passes: Sequence[str] = PHASES,
+    chunk_sizes: Sequence[int] = (),
     repeats: int = 5,
     device: str = "cpu",
     watch: Callable[[str], None] = lambda what: None,
@@ -45,6 +47,7 @@ def bench_ops(
         batch: sequences.
         dtype: of the inputs.
         passes: of "forward", "forward+backward" and "decode".
+        chunk_sizes: operators that work in chunks are measured with each of these; none: with their default.
         repeats: turns of which the median is taken.
         device: "cpu" (processor time) or "cuda" (time between events).
         watch: told what is measured next.
@@ -64,20 +67,16 @@ def bench_ops(
     for phase in passes:
         if phase not in PHASES:
             raise unknown("pass", phase, PHASES)
-    shortest = min(lengths, default=0)
-    for size, value in (("heads", heads), ("head_dim", head_dim), ("batch", batch), ("length", shortest)):
-        if value < 1:
-            raise ValueError(f"{size} ({value}) must be at least 1")
+    check_sizes(heads=heads, head_dim=head_dim, batch=batch, length=min(lengths, default=0))
+    check_sizes(chunk_size=min(chunk_sizes, default=1))
     measurements = []
     with one_thread(), steady_allocator():
         for length in sorted(set(lengths)):
             shape = Shape(batch, heads, length, head_dim, dtype, device)
             for phase in passes:
-                for name in dict.fromkeys(names):
-                    if phase == "decode" and not BENCHES[name].mixer:
-                        continue
+                for name, chunk_size in _variants(names, phase, chunk_sizes):
                     watch(f"{name}, {phase}, {length:,} tokens")
-                    measurements.append(_measure(name, phase, shape, repeats))
+                    measurements.append(_measure(name, chunk_size, phase, shape, repeats))
     return OpsBench(
         measurements=measurements,
         batch=batch,
@@ -90,13 +89,31 @@ def bench_ops(
     )
 
 
-def _measure(name: str, phase: str, shape: Shape, repeats: int) -> Measurement:
+def check_sizes(**sizes: int) -> None:
+    """Refuse sizes below 1."""
+    for size, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{size} ({value}) must be at least 1")
+
+
+def _variants(names: Sequence[str], phase: str, chunk_sizes: Sequence[int]) -> list[tuple[str, int | None]]:
+    """Return what a phase measures: an operator, or an operator with a chunk size."""
+    if phase == "decode":  # one token is a chunk of its own
+        return [(name, None) for name in dict.fromkeys(names) if BENCHES[name].mixer]
+    sizes = dict.fromkeys(chunk_sizes)
+    chunks = {name: sizes if BENCHES[name].chunked and sizes else {None: None} for name in names}
+    return [(name, size) for name, sizes in chunks.items() for size in sizes]
+
+
+def _measure(name: str, chunk_size: int | None, phase: str, shape: Shape, repeats: int) -> Measurement:
+    operator = BENCHES[name]
     if phase == "decode":
-        call, reference = decode_call(BENCHES[name].mixer, shape), decode_call("softmax", shape)
+        call, reference = decode_call(operator.mixer, shape, **operator.options), decode_call("softmax", shape)
     else:
-        inputs, plain = BENCHES[name].make(shape), BENCHES["softmax"].make(shape)
+        inputs, plain = operator.make(shape), BENCHES["softmax"].make(shape)
         wrap = forward_call if phase == "forward" else backward_call
-        call, reference = wrap(BENCHES[name].call, inputs), wrap(sdpa, plain)
+        chunked = operator.call if chunk_size is None else partial(operator.call, chunk_size=chunk_size)
+        call, reference = wrap(chunked, inputs), wrap(sdpa, plain)
     timing = time_pair(call, reference, repeats=repeats, device=shape.device)
     return Measurement(
         operator=name,
@@ -109,6 +126,7 @@ def _measure(name: str, phase: str, shape: Shape, repeats: int) -> Measurement:
         ratio_high=timing.ratio_high,
         peak_bytes=peak_bytes(call, shape.device),
         reference_peak_bytes=peak_bytes(reference, shape.device),
+        chunk_size=chunk_size,
     )
 
 
@@ -134,10 +152,10 @@ def backward_call(operator: Callable[..., Tensor], inputs: dict[str, Tensor]) ->
     return call
 
 
-def decode_call(mixer: str, shape: Shape) -> Call:
+def decode_call(mixer: str, shape: Shape, **options: Any) -> Call:
     """Return a call that mixes one token after a context of `length`; the state is not advanced, so it repeats."""
     hidden_size = shape.heads * shape.head_dim
-    module = build_mixer(mixer, num_heads=shape.heads, head_dim=shape.head_dim, hidden_size=hidden_size)
+    module = build_mixer(mixer, num_heads=shape.heads, head_dim=shape.head_dim, hidden_size=hidden_size, **options)
     module = module.to(shape.device, shape.dtype)
 
     def tokens(length: int) -> dict[str, Tensor]:

@@ -30,6 +30,12 @@ class Measurement:
     ratio_high: float
     peak_bytes: int
     reference_peak_bytes: int
+    chunk_size: int | None = None  # None: the operator's default, or it has no chunks
+
+    @property
+    def label(self) -> str:
+        """Return the operator, with its chunk size where that was asked for."""
+        return self.operator if self.chunk_size is None else f"{self.operator}, chunk {self.chunk_size}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +58,7 @@ class OpsBench:
 
     def to_json(self) -> str:
         """Return the text of `ops.json`."""
-        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1)
+        return record_text(self)
 
     @classmethod
     def from_json(cls, text: str, origin: str = "text") -> "OpsBench":
@@ -73,12 +79,17 @@ class OpsBench:
             ) from error
 
     def select(self, phase: str) -> dict[str, list[Measurement]]:
-        """Return the measurements of a phase by operator, by length."""
+        """Return the measurements of a phase by label, by length."""
         found: dict[str, list[Measurement]] = {}
         for line in sorted(self.measurements, key=lambda line: line.length):
             if line.phase == phase:
-                found.setdefault(line.operator, []).append(line)
+                found.setdefault(line.label, []).append(line)
         return found
+
+
+def record_text(record: Any) -> str:
+    """Return a record, a dataclass, as JSON."""
+    return json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)}, indent=1)
 
 
 def crossover(lengths: Sequence[int], ratios: Sequence[float]) -> float | None:

@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mercer.bench.operators import DEFAULT_OPERATORS
+from mercer.bench.operators import BENCHES, DEFAULT_OPERATORS
 from mercer.bench.ops import PHASES, bench_ops
 from mercer.bench.record import Measurement, OpsBench, crossover
 from mercer.report.style import LIGHT, lines_for, literal, themed
@@ -29,6 +29,7 @@ def run_ops(
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
     passes: Sequence[str] = PHASES,
+    chunk_sizes: Sequence[int] = (),
     repeats: int = 5,
     device: str = "cpu",
     out: str | Path | None = None,
@@ -44,6 +45,7 @@ def run_ops(
         batch: sequences.
         dtype: of the inputs.
         passes: of "forward", "forward+backward" and "decode".
+        chunk_sizes: of operators that work in chunks; none: their default.
         repeats: turns of which the median is taken.
         device: "cpu" or "cuda".
         out: the folder, made where missing; None writes nothing.
@@ -62,6 +64,7 @@ def run_ops(
             batch=batch,
             dtype=dtype,
             passes=passes,
+            chunk_sizes=chunk_sizes,
             repeats=repeats,
             device=device,
             watch=lambda what: status.update(f"measuring {what}"),
@@ -85,7 +88,12 @@ def format_bench(record: OpsBench) -> Group:
     for phase in PHASES:
         if found := record.select(phase):
             parts.append(_phase_table(phase, found))
-    parts.append(Text("a cell: time as a multiple of the reference, milliseconds, peak memory above the inputs"))
+    parts.append(
+        Text(
+            "a cell: time as a multiple of the reference (and of another operator where one is named), milliseconds, "
+            "peak memory above the inputs"
+        )
+    )
     return Group(*parts)
 
 
@@ -105,10 +113,19 @@ def _phase_table(phase: str, found: dict[str, list[Measurement]]) -> Table:
         "",
     )
     for name, lines in found.items():
-        cells = {line.length: _cell(f"{_three(line.ratio)}x", line.milliseconds, line.peak_bytes) for line in lines}
+        cells = {line.length: _cell(_ratios(line, found), line.milliseconds, line.peak_bytes) for line in lines}
         faster = "" if name == "softmax" else _from(lines)  # SDPA itself: what differs from 1 is noise
         table.add_row(name, *(cells.get(length, "-") for length in lengths), faster)
     return table
+
+
+def _ratios(line: Measurement, found: dict[str, list[Measurement]]) -> str:
+    """Return the ratio to the reference and, below it, to the operator that this one is compared with besides."""
+    beside = BENCHES[line.operator].beside if line.operator in BENCHES else ""
+    others = [other for lines in found.values() for other in lines if other.operator == beside]
+    ratios = [line.ratio / other.ratio for other in others if other.length == line.length]
+    below = f"\n{_three(max(ratios))}x {beside}" if ratios else ""  # of several chunk sizes the fastest
+    return f"{_three(line.ratio)}x{below}"
 
 
 def _spaced(phase: str) -> str:
@@ -145,7 +162,7 @@ def ratio_figure(record: OpsBench, path: Path) -> None:
         figure, grid = plt.subplots(
             1, len(panels) + 1, squeeze=False, sharex=True, figsize=(3.4 * (len(panels) + 1), 3.6), layout="constrained"
         )
-        names = list(dict.fromkeys(line.operator for line in record.measurements))
+        names = list(dict.fromkeys(line.label for line in record.measurements))
         lines = lines_for([(name, name) for name in names], LIGHT)
         for axes, (phase, found) in zip(grid[0], panels, strict=False):
             _panel(axes, found, lines, lambda line: line.ratio)

@@ -4,7 +4,7 @@ import ctypes
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -98,17 +98,35 @@ def time_pair(
     Raises:
         ValueError: `repeats` is below 1.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats ({repeats}) must be at least 1")
-    counts = []
-    for warm in (reference, call):
-        first = call_seconds(warm, device)
-        counts.append(1 if first >= _SHORTEST_SECONDS else max(1, round(_SHORTEST_SECONDS / max(first, 1e-6))))
-    theirs, ours = [], []
-    for _ in range(repeats):
-        theirs.append(call_seconds(reference, device, counts[0]))
-        ours.append(call_seconds(call, device, counts[1]))
+    theirs, ours = time_together([reference, call], repeats=repeats, device=device)
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     return Timing(
         statistics.median(ours), statistics.median(theirs), statistics.median(ratios), min(ratios), max(ratios)
     )
+
+
+def time_together(calls: Sequence[Callable[[], Any]], *, repeats: int = 5, device: str = "cpu") -> list[list[float]]:
+    """Time calls in turn (first, second, ..., first, second, ...) after one warm-up of each.
+
+    Args:
+        calls: what is measured.
+        repeats: turns.
+        device: "cpu" or "cuda", where the calls work.
+
+    Returns:
+        Of each call, the seconds it took in every turn.
+
+    Raises:
+        ValueError: `repeats` is below 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats ({repeats}) must be at least 1")
+    counts = []
+    for warm in calls:
+        first = call_seconds(warm, device)
+        counts.append(1 if first >= _SHORTEST_SECONDS else max(1, round(_SHORTEST_SECONDS / max(first, 1e-6))))
+    taken: list[list[float]] = [[] for _ in calls]
+    for _ in range(repeats):
+        for call, count, seconds in zip(calls, counts, taken, strict=True):
+            seconds.append(call_seconds(call, device, count))
+    return taken

@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from mercer import __version__
 from mercer.cli.align import align, kernel_error
-from mercer.cli.benches import ops
+from mercer.cli.benches import ops, state
 from mercer.cli.convert import convert
 from mercer.cli.models import evaluate_model, generate
 from mercer.cli.quiet import filter_warnings, silence_libraries
@@ -49,6 +49,7 @@ app.command(evaluate_model, name="eval")
 app.command(report)
 bench = App(name="bench", help="Time and memory beside PyTorch's own attention: mercer bench ops.")
 bench.command(ops)
+bench.command(state)
 app.command(bench)
 
 

@@ -1,13 +1,14 @@
 """`mercer bench`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 
 def ops(
     *names: str,
     lengths: str = "1024,2048,4096",
     passes: str = "forward,forward+backward,decode",
+    chunk_sizes: str = "",
     heads: int = 8,
     head_dim: int = 64,
     batch: int = 1,
@@ -18,19 +19,27 @@ def ops(
 ) -> int:
     """Time operators beside PyTorch's own attention: `mercer bench ops cubit deltaformer`.
 
-    Times are of one thread, the median of several; memory is what a call holds above its inputs.
+    Times are of one thread, the median of several; memory is what a call holds above its inputs. `linear`, `near_far`
+    and `linear_cubit` include their features (256 a head); beside `linear`, the other two are compared with it too.
+    Decoding mixes one token after a context: in linear time it costs the same after any.
 
     **Examples**
 
     ```
     mercer bench ops
     mercer bench ops cubit --lengths 1024,4096 --passes forward,forward+backward
+    mercer bench ops linear near_far linear_cubit --lengths 4096,8192,16384 --repeats 3
+    mercer bench ops linear --passes forward --chunk-sizes 64,128,256
+    mercer bench ops linear near_far --passes decode --lengths 1024,4096,16384
     ```
 
     Args:
-        names: operators; by default all but local_linear, which is a hundred times slower than the others.
+        names: operators; by default all but kernel_solve, half of cubit, and local_linear, which is a hundred times
+            slower than the others.
         lengths: tokens, separated by commas.
         passes: of forward, forward+backward and decode, separated by commas.
+        chunk_sizes: tokens that linear works together, separated by commas, each measured; 128 by default. A CPU never
+            takes more than 64.
         heads: heads.
         head_dim: width of a head.
         batch: sequences.
@@ -40,8 +49,7 @@ def ops(
         out: the folder ops.json and ops.png are written to.
     """
     counts = whole_numbers("lengths", lengths)
-    import torch
-
+    chunks = whole_numbers("chunk_sizes", chunk_sizes) if chunk_sizes else []
     from mercer.bench import DEFAULT_OPERATORS, run_ops
 
     run_ops(
@@ -50,13 +58,67 @@ def ops(
         heads=heads,
         head_dim=head_dim,
         batch=batch,
-        dtype={"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}[dtype],
+        dtype=_dtype(dtype),
         passes=[phase.strip() for phase in passes.split(",")],
+        chunk_sizes=chunks,
         repeats=repeats,
         device=device,
         out=out,
     )
     return 0
+
+
+def state(
+    *names: str,
+    lengths: str = "1024,4096,16384,65536",
+    heads: int = 8,
+    kv_heads: int | None = None,
+    head_dim: int = 64,
+    batch: int = 1,
+    dtype: Literal["float32", "float64", "bf16"] = "float32",
+    out: Path = Path("runs/bench"),
+) -> int:
+    """Show what mixers remember while decoding, in bytes, against the length of the context: `mercer bench state`.
+
+    Nothing is computed, so it takes no time: the sizes are those of the tensors a mixer would return.
+
+    **Examples**
+
+    ```
+    mercer bench state
+    mercer bench state softmax cubit performer --kv-heads 2 --dtype bf16 --lengths 1024,1048576
+    ```
+
+    Args:
+        names: mixers, or near_far, performer with a window of 64 and 4 first tokens; by default the main ones.
+        lengths: tokens of the context, separated by commas.
+        heads: query heads.
+        kv_heads: key and value heads; as many as query heads by default.
+        head_dim: width of a head.
+        batch: sequences.
+        dtype: of the inputs; sums over the past stay float32 at least.
+        out: the folder states.json is written to.
+    """
+    counts = whole_numbers("lengths", lengths)
+    from mercer.bench import DEFAULT_STATES, run_states
+
+    run_states(
+        list(names) or DEFAULT_STATES,
+        counts,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        batch=batch,
+        dtype=_dtype(dtype),
+        out=out,
+    )
+    return 0
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}[name]
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

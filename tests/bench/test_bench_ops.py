@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from mercer.bench import BENCHES, PHASES, Measurement, OpsBench, Shape, bench_ops, crossover, format_bench, run_ops
 from mercer.bench.ops import backward_call, decode_call
-from mercer.mixers import MIXERS
+from mercer.mixers import MIXERS, build_mixer
 
 SMALL = {"heads": 2, "head_dim": 8, "repeats": 1}
 
@@ -34,10 +35,11 @@ def test_cubit_is_the_papers_operator():
     assert torch.allclose(BENCHES["cubit"].call(**inputs), o, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mixer", sorted({operator.mixer for operator in BENCHES.values() if operator.mixer}))
-def test_decoding_goes_on_from_the_context(mixer):
-    assert mixer in MIXERS
-    call = decode_call(mixer, Shape(1, 2, 24, 8, torch.float32, "cpu"))
+@pytest.mark.parametrize("name", sorted(name for name, operator in BENCHES.items() if operator.mixer))
+def test_decoding_goes_on_from_the_context(name):
+    operator = BENCHES[name]
+    assert operator.mixer in MIXERS
+    call = decode_call(operator.mixer, Shape(1, 2, 24, 8, torch.float32, "cpu"), **operator.options)
     assert call().shape == (1, 2, 1, 8)
     assert torch.equal(call(), call())
 
@@ -66,6 +68,38 @@ def test_what_is_measured_and_threads_given_back():
     ]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["linear", "near_far"])
+def test_operators_in_linear_time_are_what_their_mixers_compute(name):
+    inputs = BENCHES[name].make(Shape(1, 2, 90, 8, torch.float64, "cpu"))
+    options = BENCHES[name].options
+    mixer = build_mixer(BENCHES[name].mixer, num_heads=2, head_dim=8, **options).double()
+    assert torch.allclose(BENCHES[name].call(**inputs), mixer(**inputs)[0])
+
+
+def test_linear_cubit_differentiates_whatever_its_mixer_learns():
+    inputs = BENCHES["linear_cubit"].make(Shape(1, 2, 40, 8, torch.float32, "cpu"))
+    assert {"gamma", "log_ridge", "features.metric", "reference_features.metric"} < inputs.keys()
+
+
+def test_chunk_sizes_are_measured_apart_where_there_are_chunks():
+    record = bench_ops(["softmax", "linear"], [8], chunk_sizes=[4, 8, 4], passes=["forward", "decode"], **SMALL)
+    labels = [(line.phase, line.label) for line in record.measurements]
+    chunks = ["softmax", "linear, chunk 4", "linear, chunk 8"]
+    assert labels == [*(("forward", label) for label in chunks), ("decode", "softmax"), ("decode", "linear")]
+
+
+def test_a_second_comparison_is_with_the_fastest_chunk_size():
+    lines = [
+        Measurement(name, "forward", 64, 1.0, 1.0, ratio, ratio, ratio, 1, 1, chunk_size)
+        for name, ratio, chunk_size in (("linear", 2.0, 32), ("linear", 1.5, 64), ("linear_cubit", 3.0, None))
+    ]
+    out = io.StringIO()
+    Console(file=out, width=80).print(format_bench(replace(made_record(), measurements=lines)))
+    assert "2.00x linear " in out.getvalue()
+    assert "1.50x linear " not in out.getvalue()
+
+
 def test_record_round_trip_and_refusals():
     record = bench_ops(["softmax"], [8], passes=["forward"], **SMALL)
     assert OpsBench.from_json(record.to_json()) == record
@@ -83,6 +117,7 @@ def test_record_round_trip_and_refusals():
         ({"lengths": [64, 0]}, r"length \(0\) must be at least 1"),
         ({"lengths": []}, r"length \(0\) must be at least 1"),
         ({"heads": 0}, r"heads \(0\) must be at least 1"),
+        ({"chunk_sizes": [64, 0]}, r"chunk_size \(0\) must be at least 1"),
         ({"repeats": 0}, r"repeats \(0\) must be at least 1"),
     ],
 )
