@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mercer.errors import check_kind
 from mercer.features.directions import draw_directions
 from mercer.ops.checks import compute_dtype, full_precision
+from mercer.ops.linear_solve import Rescaled
 
 
 class FeatureMap(nn.Module, abc.ABC):
@@ -109,6 +110,32 @@ class FeatureMap(nn.Module, abc.ABC):
             together = x.shape[1] // self.num_heads * x.shape[2]
             x = x.to(compute_dtype(x)).reshape(x.shape[0], self.num_heads, together, x.shape[3])
             return self.log_features(x).reshape(*shape, self.num_features)
+
+    def two_lengths(
+        self, x: Float[Tensor, "B H T D"], first: float, second: Float[Tensor, "B H T 1"]
+    ) -> tuple[Float[Tensor, "B H T M"], Float[Tensor, "B H T M"] | Rescaled]:
+        """Return log phi(first x), up to a number a token, and log phi(second x): rows and columns of a kernel system.
+
+        Where log phi is linear in x but for the norm, one projection gives both, and the second is returned as a
+        rescaling of the first; row weights that are divided by their sum do not notice the number a token.
+
+        Args:
+            x: vectors, of `num_heads` heads.
+            first: a length, not 0.
+            second: a length for each vector.
+        """
+        with full_precision(x.device):
+            x = first * x.to(compute_dtype(x))
+            factor = second.to(x.dtype) / first
+            projected = self.project(x)
+            if projected is None:
+                return self(x), self(factor * x)
+            t, norm = projected
+            return t, Rescaled(factor[..., 0], -(factor * factor)[..., 0] * norm)
+
+    def project(self, x: Float[Tensor, "B Hk N D"]) -> tuple[Float[Tensor, "B Hk N M"], Float[Tensor, "B Hk N"]] | None:
+        """Return t, linear in x, and n, quadratic, if log phi(x) = t - n but for a constant; None for other maps."""
+        return None
 
     @abc.abstractmethod
     def log_features(self, x: Float[Tensor, "B Hk N D"]) -> Float[Tensor, "B Hk N M"]:

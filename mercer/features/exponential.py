@@ -24,6 +24,13 @@ def log_exponential(
     return torch.cat(columns, -1) @ torch.cat(weights, -1).mT
 
 
+def project(
+    x: Float[Tensor, "B Hk N D"], omega: Float[Tensor, "Hk M D"]
+) -> tuple[Float[Tensor, "B Hk N M"], Float[Tensor, "B Hk N"]]:
+    """Return omega_j.x and ||x||^2 / 2."""
+    return x @ omega.to(x.dtype).mT, x.square().sum(-1) / 2
+
+
 class Favor(FeatureMap):
     """Positive random features of the exponential kernel (FAVOR+).
 
@@ -49,6 +56,9 @@ class Favor(FeatureMap):
     def log_features(self, x):
         return log_exponential(x, self.omega)
 
+    def project(self, x):
+        return project(x, self.omega)
+
 
 class Hyperbolic(FeatureMap):
     """Positive random features in pairs omega, -omega: less variance than FAVOR+ for the same number of features.
@@ -72,6 +82,9 @@ class Hyperbolic(FeatureMap):
 
     def log_features(self, x):
         return log_exponential(x, torch.cat([self.omega, -self.omega], 1))
+
+    def project(self, x):
+        return project(x, torch.cat([self.omega, -self.omega], 1))
 
 
 class Oprf(FeatureMap):
@@ -188,6 +201,9 @@ class Darkformer(FeatureMap):
     def log_features(self, x):
         return log_exponential(x @ self.metric.to(x.dtype).mT, self.omega, self.bias)
 
+    def project(self, x):
+        return None if self.bias is not None else project(x @ self.metric.to(x.dtype).mT, self.omega)
+
 
 class Lfk(FeatureMap):
     """Features of FAVOR+ whose directions are trained: the kernel is whatever they make it (LFK).
@@ -222,3 +238,6 @@ class Lfk(FeatureMap):
 
     def log_features(self, x):
         return log_exponential(x, self.omega)
+
+    def project(self, x):
+        return project(x, self.omega)

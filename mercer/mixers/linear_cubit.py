@@ -91,8 +91,7 @@ class LinearCubit(Mixer):
         q, k, v = (ops.zero_padding(t, mask) for t in (q, k, v))
         r, norm = reference(self, k, x, rotate)
         length = self.head_dim**0.25
-        rows = self.reference_features(r / length)
-        cols = self.reference_features(r * (length * gamma(self, r.dtype) / norm))
+        rows, cols = self.reference_features.two_lengths(r, 1 / length, length * gamma(self, r.dtype) / norm)
         u, system = ops.linear_kernel_solve(
             rows, cols, rescaled(self, v, x), ridge=self.log_ridge.to(r.dtype).exp(),
             mask=mask, segments=segments, state=state and state.system,

@@ -2,7 +2,7 @@
 
 from mercer.ops.checks import repeat_heads, visible, zero_padding
 from mercer.ops.linear import LinearState, linear_attention, linear_attention_naive
-from mercer.ops.linear_solve import LinearSolveState, linear_kernel_solve, linear_kernel_solve_naive
+from mercer.ops.linear_solve import LinearSolveState, Rescaled, linear_kernel_solve, linear_kernel_solve_naive
 from mercer.ops.local_linear import local_linear_attention, local_linear_attention_naive
 from mercer.ops.near_far import near_far_attention
 from mercer.ops.near_far_definition import NearFarState, near_far_attention_naive
@@ -14,6 +14,7 @@ __all__ = [
     "LinearSolveState",
     "LinearState",
     "NearFarState",
+    "Rescaled",
     "kernel_solve",
     "kernel_solve_naive",
     "linear_attention",

@@ -131,6 +131,41 @@ def _refuse_returning(documents: Tensor, begins: Tensor, last: Tensor, occupied:
 
 
 @dataclass(frozen=True)
+class Keys:
+    """Log features of keys, `factor * logs + offset`, worked out for a stretch at a time.
+
+    Attributes:
+        logs: what they are made of; without factor and offset, they themselves.
+        factor: one number a key; None = 1.
+        offset: one number a key; None = 0.
+        real: True = real token, -inf elsewhere; None = all are.
+    """
+
+    logs: Float[Tensor, "N S m"]
+    factor: Float[Tensor, "N S 1"] | None = None
+    offset: Float[Tensor, "N S 1"] | None = None
+    real: Bool[Tensor, "N S"] | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of keys."""
+        return self.logs.shape[1]
+
+    def at(self, span: slice) -> Float[Tensor, "N n m"]:
+        """Return the log features of a stretch of keys."""
+        logs = self.logs[:, span]
+        if self.factor is not None and self.offset is not None:
+            factor, offset = self.factor[:, span], self.offset[:, span]
+            logs = torch.addcmul(offset, factor, logs.to(factor.dtype))
+        return logs if self.real is None else logs.masked_fill(~self.real[:, span, None], -math.inf)
+
+    def part(self, heads: slice, span: slice, real: Bool[Tensor, "N n"] | None) -> "Keys":
+        """Return some heads over a stretch, of which `real` are real."""
+        factor, offset = (None if x is None else x[heads, span] for x in (self.factor, self.offset))
+        return Keys(self.logs[heads, span], factor, offset, real)
+
+
+@dataclass(frozen=True)
 class Documents:
     """Which tokens of a piece belong together.
 
@@ -193,11 +228,9 @@ class Piece:
         return exp_(self.shift - self.scale)[..., None]
 
 
-def _measure(
-    log_k: Float[Tensor, "N T m"], tokens: Tokens, start: int, stop: int, scale: Float[Tensor, "N m"]
-) -> tuple[Piece, Tensor]:
+def _measure(log_k: Keys, tokens: Tokens, start: int, stop: int, scale: Float[Tensor, "N m"]) -> tuple[Piece, Tensor]:
     """Return the piece [start, stop) after sums at `scale`, and its spread in nats."""
-    keys = log_k[:, start:stop]
+    keys = log_k.at(slice(start, stop))
     parts = documents_of(tokens, start, stop)
     if parts is not None:
         scale = torch.where(parts.opening[:, 0], scale, FLOOR)
@@ -215,7 +248,7 @@ def _measure(
 
 
 def _halve(
-    log_k: Float[Tensor, "N T m"], tokens: Tokens, start: int, stop: int, scale: Float[Tensor, "N m"], limit: float
+    log_k: Keys, tokens: Tokens, start: int, stop: int, scale: Float[Tensor, "N m"], limit: float
 ) -> Iterator[Piece]:
     """Yield safe pieces that together are [start, stop)."""
     piece, spread = _measure(log_k, tokens, start, stop, scale)
@@ -229,21 +262,19 @@ def _halve(
     yield from _halve(log_k, tokens, middle, stop, scale, limit)
 
 
-def plan(
-    log_k: Float[Tensor, "N T m"], scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: int
-) -> list[list[Piece]]:
+def plan(log_k: Keys, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: int) -> list[list[Piece]]:
     """Cut the sequence into chunks, and each chunk into safe pieces: one piece a chunk unless its spread is too large.
 
     The device is waited for once, for the spreads of all chunks.
     """
     limit = -0.6 * math.log(torch.finfo(scale.dtype).tiny)  # 52 nats in float32, 425 in float64
     chunks, spreads = [], []
-    for start in range(0, log_k.shape[1], chunk_size):
-        piece, spread = _measure(log_k, tokens, start, min(start + chunk_size, log_k.shape[1]), scale)
+    for start in range(0, log_k.length, chunk_size):
+        piece, spread = _measure(log_k, tokens, start, min(start + chunk_size, log_k.length), scale)
         chunks.append([piece])
         spreads.append(spread)
         scale = piece.scale
-    if log_k.shape[1] <= 1:  # decoding: one token is always safe, and nothing is waited for
+    if log_k.length <= 1:  # decoding: one token is always safe, and nothing is waited for
         return chunks
     for number, spread in enumerate(torch.stack(spreads).tolist()):
         if spread > limit:

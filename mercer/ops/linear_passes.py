@@ -13,7 +13,18 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mercer.ops.checks import full_precision
-from mercer.ops.linear_chunks import FLOOR, Documents, Piece, Tokens, chunk_length, exp_, heads_at_once, plan, tokens_of
+from mercer.ops.linear_chunks import (
+    FLOOR,
+    Documents,
+    Keys,
+    Piece,
+    Tokens,
+    chunk_length,
+    exp_,
+    heads_at_once,
+    plan,
+    tokens_of,
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,7 @@ class Part:
     """Some folded heads over a stretch of tokens that can be worked by itself; padded keys and values are gone."""
 
     rows: Float[Tensor, "N G T m"]
-    keys: Float[Tensor, "N S m"]
+    keys: Keys
     values: Float[Tensor, "N S W"]
     sums: Float[Tensor, "N m W"]
     scale: Float[Tensor, "N m"]
@@ -47,7 +58,7 @@ class Part:
 
     def key_weights(self, at: slice, shift: Tensor) -> Float[Tensor, "N n m"]:
         """Return exp(log_k - shift)."""
-        return exp_(self.keys[:, at] - shift[:, None])
+        return exp_(self.keys.at(at) - shift[:, None])
 
     def piece_weights(self, piece: Piece, peak: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights of keys and of rows, and those between them that look back, [N, G n, n]."""
@@ -200,9 +211,10 @@ def weight_gradients_(part: Part, piece: Piece, weights, before: Tensor, grad: T
 
 def _full_sums_(part: Part, sums: Tensor) -> Tensor:
     """Add all keys to the sums of the state, in place; return their scale."""
-    shift = torch.maximum(part.scale, part.keys.amax(1)) if part.keys.shape[1] else part.scale
+    everything = slice(None)
+    shift = torch.maximum(part.scale, part.keys.at(everything).amax(1)) if part.keys.length else part.scale
     sums.mul_(exp_(part.scale - shift)[..., None])
-    for start in range(0, part.keys.shape[1], part.size):
+    for start in range(0, part.keys.length, part.size):
         at = slice(start, start + part.size)
         sums.baddbmm_(part.key_weights(at, shift).mT, part.values[:, at])
     return shift
@@ -230,7 +242,7 @@ def _full_backward(part: Part, rows: tuple[Tensor, ...], grad_sums: Tensor, outs
         out = grad_rows[:, :, at]
         torch.mul(torch.bmm(grad, sums.mT).view_as(out), weights.view_as(out), out=out)
         grad_sums.baddbmm_(weights.mT, grad)
-    for start in range(0, part.keys.shape[1], part.size):
+    for start in range(0, part.keys.length, part.size):
         at = slice(start, start + part.size)
         weights = part.key_weights(at, shift)
         torch.mul(torch.bmm(part.values[:, at], grad_sums.mT), weights, out=grad_keys[:, at])
@@ -254,7 +266,7 @@ class Problem:
     """The arguments of the operator with the heads folded."""
 
     rows: Float[Tensor, "N G T m"]
-    keys: Float[Tensor, "N S m"]
+    keys: Keys
     values: Float[Tensor, "N S Dv"]
     sums: Float[Tensor, "N m W"]
     scale: Float[Tensor, "N m"]
@@ -264,22 +276,27 @@ class Problem:
     size: int
 
     @classmethod
-    def of(cls, log_q, log_k, v, sums, scale, mask, documents, last, causal, chunk_size) -> "Problem":
-        """Fold the heads."""
+    def of(
+        cls, log_q, log_k, v, sums, scale, mask, documents, last, causal, chunk_size, factor=None, offset=None
+    ) -> "Problem":
+        """Fold the heads; with `factor` and `offset` [B, Hk, T], the keys' log features are factor log_k + offset."""
         occupied = (scale > FLOOR).flatten(1).any(1)
         tokens = tokens_of(mask, documents, last, occupied, log_k.shape[1])
         keys, values, sums, scale = (x.flatten(0, 1) for x in (log_k, v, sums, scale))
+        scales = (None if x is None else x.flatten(0, 1)[..., None] for x in (factor, offset))
         size = chunk_length(log_k.device, chunk_size)
-        return cls(fold(log_q, keys), keys, values, sums, scale, tokens, last.shape[0], causal, size)
+        return cls(fold(log_q, keys), Keys(keys, *scales), values, sums, scale, tokens, last.shape[0], causal, size)
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield a few heads at a time, so that a chunk of them stays in the cache; without causality, each document."""
-        count, length, features = self.keys.shape
+        count, length, features = self.keys.logs.shape
         if not count:
             return
         if self.causal or self.tokens.runs is None:
             row_bytes = features * self.scale.element_size()
-            step = heads_at_once(self.keys.device, count, (self.rows.shape[1] + 1) * min(self.size, length) * row_bytes)
+            step = heads_at_once(
+                self.scale.device, count, (self.rows.shape[1] + 1) * min(self.size, length) * row_bytes
+            )
             for start in range(0, count, step):
                 heads = slice(start, min(start + step, count))
                 yield Stretch(heads, slice(None), self.tokens.of_heads(heads.start, heads.stop), True, True)
@@ -296,9 +313,8 @@ class Problem:
     def part(self, stretch: Stretch) -> Part:
         """Cut a stretch out, without what padded tokens hold; its sums are a view of these."""
         heads, span, real = stretch.heads, stretch.span, stretch.tokens.real
-        keys, given = self.keys[heads, span], self.values[heads, span]
+        keys, given = self.keys.part(heads, span, real), self.values[heads, span]
         if real is not None:
-            keys = keys.masked_fill(~real[..., None], float("-inf"))
             given = given.masked_fill(~real[..., None], 0)
         values = self.sums.new_ones(*given.shape[:2], given.shape[2] + 1)
         values[..., :-1] = given
@@ -332,7 +348,7 @@ def linear_attention_op(log_q, log_k, v, sums, scale, mask, documents, last, cau
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
     with full_precision(log_q.device):
         problem = Problem.of(log_q, log_k, v, new_sums, scale, mask, documents, last, causal, chunk_size)
-        folded = [fold(x, problem.keys) for x in (o, inverse, log_total)]
+        folded = [fold(x, problem.keys.logs) for x in (o, inverse, log_total)]
         for stretch in problem.stretches():
             part, forward = problem.part(stretch), _causal_forward if causal else _full_forward
             new_scale.flatten(0, 1)[stretch.heads] = forward(part, *(x[stretch.heads, :, stretch.span] for x in folded))
@@ -355,7 +371,7 @@ def _backward_op(
     grad_before = sums.new_zeros(sums.shape)
     with full_precision(log_q.device):
         problem = Problem.of(log_q, log_k, v, sums, scale, mask, documents, last, causal, size)
-        folded = [fold(x, problem.keys) for x in (grads[0], grad_o, o, inverse, grad_log_total)]
+        folded = [fold(x, problem.keys.logs) for x in (grads[0], grad_o, o, inverse, grad_log_total)]
         after = grad_sums.flatten(0, 1)
         for stretch in problem.stretches():
             heads, span = stretch.heads, stretch.span

@@ -30,9 +30,26 @@ class LinearSolveState(Sums):
     """
 
 
+@dataclass(frozen=True)
+class Rescaled:
+    """Log features of columns that are those of the rows but for two numbers a token: factor log_rows + offset.
+
+    Positive random features of the exponential kernel are of this form when a column is its row at another length,
+    `log phi(s x) = s t - s^2 ||x||^2 / 2` with t = omega.x: one projection serves both, and nothing else is stored.
+    """
+
+    factor: Float[Tensor, "B H T"]
+    offset: Float[Tensor, "B H T"]
+
+    def of(self, log_rows: Float[Tensor, "B H T m"]) -> Float[Tensor, "B H T m"]:
+        """Return the log features."""
+        factor, offset = (repeat_heads(x[..., None], log_rows.shape[1]) for x in (self.factor, self.offset))
+        return factor * log_rows + offset
+
+
 def linear_kernel_solve_naive(
     log_rows: Float[Tensor, "B H T m"],
-    log_cols: Float[Tensor, "B Hc T m"],
+    log_cols: Float[Tensor, "B Hc T m"] | Rescaled,
     rhs: Float[Tensor, "B Hv T Dv"],
     *,
     ridge: float | Tensor,
@@ -52,6 +69,7 @@ def linear_kernel_solve_naive(
     tensor([1., 3.])
     """
     with full_precision(log_rows.device):
+        log_cols = log_cols.of(log_rows) if isinstance(log_cols, Rescaled) else log_cols
         log_rows, log_cols, right, ridge_, past = _prepare(log_rows, log_cols, rhs, ridge, mask, segments, state)
         definition = Definition.of(log_cols, mask, segments, past)
         weights, before, total = definition.weights(log_rows)
@@ -63,7 +81,7 @@ def linear_kernel_solve_naive(
 
 def linear_kernel_solve(
     log_rows: Float[Tensor, "B H T m"],
-    log_cols: Float[Tensor, "B Hc T m"],
+    log_cols: Float[Tensor, "B Hc T m"] | Rescaled,
     rhs: Float[Tensor, "B Hv T Dv"],
     *,
     ridge: float | Tensor,
@@ -82,7 +100,8 @@ def linear_kernel_solve(
 
     Args:
         log_rows: log features of the rows.
-        log_cols: log features of the columns. The same tensor as `log_rows` costs less than an equal one.
+        log_cols: log features of the columns. The same tensor as `log_rows` costs less than an equal one, and so do
+            columns that are `Rescaled` rows.
         rhs: right-hand sides.
         ridge: added to the diagonal; a float, [H], or anything that broadcasts to [B, H, T].
         mask: True = real token, over the new tokens; padded tokens are seen by none, and their u is 0.
@@ -108,15 +127,28 @@ def linear_kernel_solve(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size ({chunk_size}) must be at least 1")
-    one = log_rows is log_cols and log_rows.shape[1] >= rhs.shape[1]
-    log_rows, log_cols, right, ridge_, past = _prepare(log_rows, log_cols, rhs, ridge, mask, segments, state)
+    rescaled, same = (log_cols, log_rows) if isinstance(log_cols, Rescaled) else (None, log_cols)
+    one = log_rows is same and log_rows.shape[1] >= rhs.shape[1]
+    log_rows, same, right, ridge_, past = _prepare(log_rows, same, rhs, ridge, mask, segments, state)
+    scales = (None, None) if rescaled is None else _scales(rescaled, log_rows, past)
     documents = document_ids(mask, segments, past.segment)
-    refuse_tangents(log_rows, log_cols, right, ridge_, past.sums)
+    refuse_tangents(log_rows, same, right, ridge_, past.sums, *scales)
+    cols = None if one or rescaled else same
     u, _, sums, c = linear_kernel_solve_op(
-        log_rows, None if one else log_cols, right, ridge_, past.sums, past.c, mask, documents, past.segment, chunk_size
+        log_rows, cols, *scales, right, ridge_, past.sums, past.c, mask, documents, past.segment, chunk_size
     )
     state = LinearSolveState(sums=sums, c=c, segment=segment_after(documents, past))
     return u.to(rhs.dtype), state
+
+
+def _scales(rescaled: Rescaled, log_rows: Tensor, past: Sums) -> list[Float[Tensor, "B H T"]]:
+    """Return factor and offset for the heads of the rows."""
+    batch, heads, length, _ = log_rows.shape
+    for name, x in (("factor", rescaled.factor), ("offset", rescaled.offset)):
+        if x.dim() != 3 or (x.shape[0], x.shape[2]) != (batch, length) or heads % max(1, x.shape[1]):
+            raise ValueError(f"{name} {tuple(x.shape)} must be one number a token of log_rows {tuple(log_rows.shape)}")
+    given = (rescaled.factor, rescaled.offset)
+    return [repeat_heads(x[..., None].to(past.sums.dtype), heads)[..., 0] for x in given]
 
 
 def _prepare(

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mercer.ops.checks import full_precision
-from mercer.ops.linear_chunks import Piece, plan
+from mercer.ops.linear_chunks import Keys, Piece, plan
 from mercer.ops.linear_passes import (
     Part,
     Problem,
@@ -71,8 +71,12 @@ class _Solved:
 
 
 def _backward(part: Part, solved: _Solved, grad_sums: Tensor, outs) -> Tensor:
-    """Write the gradients of rhs, ridge, rows and columns into `outs`; return that of the sums that entered."""
-    grad_right, grad_ridge, grad_rows, *grad_keys = outs
+    """Write the gradients of rhs, ridge, rows and columns into `outs`; return that of the sums that entered.
+
+    Columns that are the rows rescaled add theirs to the rows', and write those of factor and offset.
+    """
+    grad_right, grad_ridge, grad_rows, *grad_cols = outs
+    rescaled = part.keys.factor is not None
     for piece, before in pieces_backwards(part):
         at, weights = slice(piece.start, piece.stop), part.piece_weights(piece)
         closing, inverse = lift_(grad_sums, weights[0], piece), solved.inverse[:, at]
@@ -82,30 +86,49 @@ def _backward(part: Part, solved: _Solved, grad_sums: Tensor, outs) -> Tensor:
         grad_right[:, at] = g
         grad_ridge[:, at] = -(g * solved.u[:, at]).sum(-1)
         grad = row_gradients(-g[:, None], solved.smooth[:, None, at], inverse[:, None])
-        written = (grad_rows[:, None, at], grad_keys[0][:, at] if grad_keys else None)
-        weight_gradients_(part, piece, weights, before, grad, grad_sums, written)
+        into = [x[:, at] for x in (grad_rows, *grad_cols)]
+        column = torch.empty_like(weights[0]) if rescaled else into[1] if grad_cols else None
+        weight_gradients_(part, piece, weights, before, grad, grad_sums, (into[0][:, None], column))
+        if rescaled and column is not None:
+            _rescaled_gradients_(part.keys, at, column, *into)
     return grad_sums
 
 
+def _rescaled_gradients_(
+    keys: Keys, at: slice, grad_key: Tensor, grad_rows: Tensor, grad_factor: Tensor, grad_offset: Tensor
+) -> None:
+    """Pass the gradient of columns on to rows, to which it is added, factor and offset; `grad_key` is used up."""
+    assert keys.factor is not None
+    grad_rows.addcmul_(keys.factor[:, at], grad_key)
+    torch.sum(grad_key, -1, out=grad_offset)
+    logs = keys.logs[:, at]
+    if keys.real is not None:
+        logs = logs.masked_fill(~keys.real[:, at, None], 0)  # they may be NaN, and 0 * NaN is NaN
+    torch.sum(grad_key.mul_(logs), -1, out=grad_factor)
+
+
 _ARGUMENTS = (
-    "Tensor log_rows, Tensor? log_cols, Tensor rhs, Tensor ridge, Tensor sums, Tensor scale, Tensor? mask, "
-    "Tensor? documents, Tensor last, int chunk_size"
+    "Tensor log_rows, Tensor? log_cols, Tensor? factor, Tensor? offset, Tensor rhs, "
+    "Tensor ridge, Tensor sums, Tensor scale, Tensor? mask, Tensor? documents, Tensor last, int chunk_size"
 )
 
 
 @torch.library.custom_op(
     "mercer::linear_kernel_solve", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-def linear_kernel_solve_op(log_rows, log_cols, rhs, ridge, sums, scale, mask, documents, last, chunk_size):
+def linear_kernel_solve_op(
+    log_rows, log_cols, factor, offset, rhs, ridge, sums, scale, mask, documents, last, chunk_size
+):
     """Return u, one over the weight of each row, and the sums and their scale after the last token.
 
-    `log_cols` None: those of the rows.
+    `log_cols` None: those of the rows, or with factor and offset, factor log_rows + offset.
     """
     log_cols = log_rows if log_cols is None else log_cols
     u, inverse = sums.new_empty(rhs.shape), sums.new_empty(*rhs.shape[:3], 1)
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
     with full_precision(rhs.device):
-        problem = Problem.of(log_rows, log_cols, rhs, new_sums, scale, mask, documents, last, True, chunk_size)
+        marks = (mask, documents, last, True, chunk_size, factor, offset)
+        problem = Problem.of(log_rows, log_cols, rhs, new_sums, scale, *marks)
         right, ridges, us, inverses, scales = (x.flatten(0, 1) for x in (rhs, ridge, u, inverse, new_scale))
         for stretch in problem.stretches():
             at, part = stretch.heads, problem.part(stretch)
@@ -119,16 +142,18 @@ def linear_kernel_solve_op(log_rows, log_cols, rhs, ridge, sums, scale, mask, do
     schema=f"(Tensor grad_u, Tensor grad_sums, Tensor u, Tensor inverse, {_ARGUMENTS}) -> Tensor[]",
 )
 def _backward_op(
-    grad_u, grad_sums, u, inverse, log_rows, log_cols, rhs, ridge, sums, scale, mask, documents, last, chunk_size
-):
-    """Return the gradients of rhs, ridge, the sums that entered, log_rows and, where given, log_cols."""
-    cols = [] if log_cols is None else [log_cols]
+    grad_u, grad_sums, u, inverse, log_rows, log_cols, factor, offset, rhs, ridge, sums, scale, mask, documents, last,
+    chunk_size,
+):  # fmt: skip
+    """Return the gradients of rhs, ridge, the entering sums, log_rows and, where given, log_cols, factor, offset."""
+    cols = [x for x in (log_cols, factor, offset) if x is not None]
     grads = [x.new_empty(x.shape) for x in (rhs, ridge, sums, log_rows, *cols)]
     if mask is not None:
         grad_u = grad_u.masked_fill(~mask[:, None, :, None], 0)
     with full_precision(rhs.device):
-        keys = cols[0] if cols else log_rows
-        problem = Problem.of(log_rows, keys, u, sums, scale, mask, documents, last, True, chunk_size)
+        keys = log_rows if log_cols is None else log_cols
+        marks = (mask, documents, last, True, chunk_size, factor, offset)
+        problem = Problem.of(log_rows, keys, u, sums, scale, *marks)
         smooth = torch.addcmul(rhs, ridge[..., None], u, value=-1)
         solved = _Solved(*(x.flatten(0, 1) for x in (ridge, u, inverse, grad_u, smooth)))
         leaving, right, ridges, entering, *logs = (x.flatten(0, 1) for x in (grad_sums, *grads))
@@ -140,14 +165,14 @@ def _backward_op(
 
 
 @linear_kernel_solve_op.register_fake
-def _(log_rows, log_cols, rhs, ridge, sums, scale, mask, documents, last, chunk_size):
+def _(log_rows, log_cols, factor, offset, rhs, ridge, sums, scale, *others):
     u, inverse = sums.new_empty(rhs.shape), sums.new_empty(*rhs.shape[:3], 1)
     return u, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape)
 
 
 @_backward_op.register_fake
-def _(grad_u, grad_sums, u, inverse, log_rows, log_cols, rhs, ridge, sums, *others):
-    return [x.new_empty(x.shape) for x in (rhs, ridge, sums, log_rows, log_cols) if x is not None]
+def _(grad_u, grad_sums, u, inverse, log_rows, log_cols, factor, offset, rhs, ridge, sums, *others):
+    return [x.new_empty(x.shape) for x in (rhs, ridge, sums, log_rows, log_cols, factor, offset) if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -157,7 +182,8 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad_u, grad_inverse, grad_sums, grad_scale):
     right, ridge, sums, rows, *cols = _backward_op(grad_u, grad_sums, *ctx.saved_tensors, ctx.size)
-    return rows, *(cols or [None]), right, ridge, sums, None, None, None, None, None
+    cols = {0: [None] * 3, 1: [*cols, None, None], 2: [None, *cols]}[len(cols)]
+    return rows, *cols, right, ridge, sums, None, None, None, None, None
 
 
 linear_kernel_solve_op.register_autograd(_differentiate, setup_context=_save)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mercer.features import FEATURES, build_features, draw_directions, feature_options, optimal_proposal, redraw
+from mercer.ops import Rescaled
 
 EXPONENTIAL = ["favor", "hyperbolic", "oprf", "darkformer", "lfk"]
 OWN_KERNEL = sorted(set(FEATURES) - set(EXPONENTIAL))
@@ -306,3 +307,19 @@ def test_options_are_listed_with_their_defaults():
         options = feature_options(name)
         assert options["seed"] == 0
         build_features(name, 1, 4, 8, **options)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_one_projection_at_two_lengths_equals_two_maps(name):
+    """Rows may differ by a number a token, columns by one number in all: what a normalised kernel does not see."""
+    features = build_features(name, 2, 6, 8, seed=3).double()
+    for parameter in features.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    x = torch.randn(1, 2, 5, 6, dtype=torch.float64)
+    second = torch.rand(1, 2, 5, 1, dtype=torch.float64) + 0.5
+    rows, columns = features.two_lengths(x, 0.7, second)
+    if isinstance(columns, Rescaled):
+        columns = columns.of(rows)
+    by_token, constant = rows - features(0.7 * x), columns - features(second * x)
+    torch.testing.assert_close(by_token, by_token[..., :1].expand_as(by_token))
+    torch.testing.assert_close(constant, constant[:, :, :1, :1].expand_as(constant))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mercer.ops.linear import linear_attention
-from mercer.ops.linear_solve import LinearSolveState, linear_kernel_solve, linear_kernel_solve_naive
+from mercer.ops.linear_solve import LinearSolveState, Rescaled, linear_kernel_solve, linear_kernel_solve_naive
 
 CHUNK = 8
 LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
@@ -74,6 +74,33 @@ def test_masks_and_segments(mask, segments):
     packed = None if segments is None else torch.tensor(SEGMENTS[segments])
     for state in (None, draw_state(), draw_state(segment=50)):
         assert_fast_is_naive(draw(), mask=real, segments=packed, state=state)
+
+
+@pytest.mark.parametrize("mask", [None, *MASKS])
+def test_columns_that_are_rescaled_rows(mask):
+    log_rows, _, rhs, ridge = draw()
+    factor, offset = (torch.randn(2, 2, T, dtype=torch.float64).requires_grad_() for _ in range(2))
+    real = None if mask is None else torch.stack([MASKS[mask], torch.rand(T) > 0.3])
+    results, state = [], draw_state()
+    for function, options in ((linear_kernel_solve_naive, {}), (linear_kernel_solve, {"chunk_size": CHUNK})):
+
+        def solve(log_rows, factor, offset, rhs, function=function, options=options, **others):
+            return function(log_rows, Rescaled(factor, offset), rhs, **others, **options)
+
+        inputs = (log_rows, factor, offset, rhs, ridge)
+        results.append(value_and_gradients(solve, inputs, state=state, mask=real))
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_nan_in_padded_tokens_reaches_no_gradient_of_a_rescaling():
+    log_rows, _, rhs, ridge = draw()
+    real = MASKS["left"].expand(2, -1)
+    log_rows = log_rows.detach().masked_fill(~real[:, None, :, None], math.nan).requires_grad_()
+    factor, offset = (torch.randn(2, 4, T, dtype=torch.float64).requires_grad_() for _ in range(2))
+    u, _ = linear_kernel_solve(log_rows, Rescaled(factor, offset), rhs, ridge=ridge, mask=real, chunk_size=CHUNK)
+    for gradient in torch.autograd.grad(u.square().sum(), (log_rows, factor, offset, rhs)):
+        assert torch.isfinite(gradient).all()
 
 
 def test_forward_substitution_by_loops():
@@ -296,12 +323,17 @@ def test_the_operator_is_registered_rightly():
     inputs, state = draw(9, heads=2, dtype=torch.float32), draw_state(heads=2, dtype=torch.float32)
     mask = MASKS["left"][:9].expand(2, -1).clone()
     for masks in ((None, None), (mask, torch.zeros(2, 9, dtype=torch.long))):
-        arguments = (*inputs, state.sums, state.c, *masks, state.segment, 4)
-        torch.library.opcheck(linear_kernel_solve_op, arguments)
+        log_rows, log_cols, *rest = inputs
+        scales = [torch.randn(2, 2, 9).requires_grad_() for _ in range(2)]
+        for columns in ((log_cols, None, None), (None, None, None), (None, *scales)):
+            arguments = (log_rows, *columns, *rest, state.sums, state.c, *masks, state.segment, 4)
+            torch.library.opcheck(linear_kernel_solve_op, arguments)
 
 
 def test_wrong_use_is_refused_in_words():
     log_rows, log_cols, rhs, ridge = draw()
+    with pytest.raises(ValueError, match=r"factor \(2, 4, 3\) must be one number a token of log_rows \(2, 4, 19, 7\)"):
+        linear_kernel_solve(log_rows, Rescaled(torch.ones(2, 4, 3), torch.ones(2, 4, 3)), rhs, ridge=0.1)
     with pytest.raises(ValueError, match=r"chunk_size \(0\) must be at least 1"):
         linear_kernel_solve(log_rows, log_cols, rhs, ridge=ridge, chunk_size=0)
     with pytest.raises(ValueError, match=r"log_cols has 2 heads; the query heads \(3\) must be a multiple"):
