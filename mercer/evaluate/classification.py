@@ -248,7 +248,7 @@ def _checked(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
     if wrong.any():
         first = int(np.argmax(wrong))
         raise ValueError(
-            f"row {first} of the probabilities is {p[first, :4].tolist()}, summing to {totals[first]:.4g}; rows must be "
+            f"row {first} of the probabilities is {p[first, :4].tolist()}, sum {totals[first]:.4g}; rows must be "
             "probabilities (of logits, take the softmax)"
         )
     if labels.min() < 0 or labels.max() >= p.shape[1]:

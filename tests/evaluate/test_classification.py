@@ -153,8 +153,8 @@ def test_no_resamples_and_a_missing_class_leave_nothing_but_nan():
 @pytest.mark.parametrize(
     ("p", "labels", "message"),
     [
-        ([[2.0, -1.0]], [0], r"row 0 of the probabilities is \[2.0, -1.0\], summing to 1; .*take the softmax"),
-        ([[0.5, 0.5], [0.9, 0.9]], [0, 1], "row 1 of the probabilities is .*, summing to 1.8"),
+        ([[2.0, -1.0]], [0], r"row 0 of the probabilities is \[2.0, -1.0\], sum 1; .*take the softmax"),
+        ([[0.5, 0.5], [0.9, 0.9]], [0, 1], "row 1 of the probabilities is .*, sum 1.8"),
         ([[math.nan, 1.0]], [0], "row 0 of the probabilities"),
         ([[0.5, 0.5]], [2], "labels reach from 2 to 2; they must be 0 to 1"),
         ([[1.0]], [0], r"probabilities have shape \(1, 1\)"),
