@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator
@@ -39,6 +40,7 @@ class Task:
     x_test: np.ndarray
     y_test: np.ndarray
     bayes: float
+    weights: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class SyntheticRecord:
     trial: int
     accuracy: float
     fit_seconds: float
+    fresh_accuracy: float = math.nan  # on samples drawn for the purpose, many more than the test half holds
 
 
 @dataclass(frozen=True)
@@ -99,14 +102,52 @@ def synthetic_task(sigma: Number, trial: int, *, num_samples: int = 400, num_inp
     rng = np.random.default_rng(trial)
     x = rng.normal(size=(num_samples, num_inputs))
     weights = 0.3 * rng.normal(size=num_inputs - 5)
-    signal = 1.5 * np.sin(np.pi * x[:, 0]) + 0.8 * x[:, 1] ** 2 - x[:, 2] * x[:, 3] + 0.5 * np.sin(3 * x[:, 4])
-    signal = signal + x[:, 5:] @ weights
-    noise, uniform = rng.normal(size=num_samples), rng.random(num_samples)
-    chance = 0.5 * (1 + np.tanh(0.5 * (signal + sigma * noise)))  # the sigmoid, without overflow
-    y = np.where(uniform < chance, 1, -1)
+    signal = _signal(x, weights)
+    y = _labels(signal, sigma, rng)
     cut = int(0.7 * num_samples)
-    bayes = float(np.mean(np.where(signal[cut:] > 0, 1, -1) == y[cut:]))
-    return Task(x[:cut], y[:cut], x[cut:], y[cut:], bayes)
+    return Task(x[:cut], y[:cut], x[cut:], y[cut:], _accuracy_of_sign(signal[cut:], y[cut:]), weights)
+
+
+def fresh_samples(task: Task, sigma: Number, trial: int, *, count: int = 4000) -> tuple[np.ndarray, np.ndarray, float]:
+    """Draw more samples of a task, to measure a fitted model with less noise than its 30 % test half allows.
+
+    120 test samples have a standard error of 4.3 points, 4000 of 0.8; what is left is due to the training sample.
+
+    Args:
+        task: the task, whose weights w are kept.
+        sigma: its noise level.
+        trial: its seed; the new samples have a stream of their own.
+        count: samples.
+
+    Returns:
+        x [count, p], y [count], and the accuracy of sign(l) on them.
+
+    Source: ours.
+
+    >>> x, y, bayes = fresh_samples(synthetic_task(1e-5, 0), 1e-5, 0)
+    >>> x.shape, bayes > 0.7
+    ((4000, 10), True)
+    """
+    rng = np.random.default_rng([trial, 1])
+    x = rng.normal(size=(count, task.x.shape[1]))
+    signal = _signal(x, task.weights)
+    y = _labels(signal, sigma, rng)
+    return x, y, _accuracy_of_sign(signal, y)
+
+
+def _signal(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    signal = 1.5 * np.sin(np.pi * x[:, 0]) + 0.8 * x[:, 1] ** 2 - x[:, 2] * x[:, 3] + 0.5 * np.sin(3 * x[:, 4])
+    return signal + x[:, 5:] @ weights
+
+
+def _labels(signal: np.ndarray, sigma: Number, rng: np.random.Generator) -> np.ndarray:
+    noise, uniform = rng.normal(size=len(signal)), rng.random(len(signal))
+    chance = 0.5 * (1 + np.tanh(0.5 * (signal + sigma * noise)))  # the sigmoid, without overflow
+    return np.where(uniform < chance, 1, -1)
+
+
+def _accuracy_of_sign(signal: np.ndarray, y: np.ndarray) -> float:
+    return float(np.mean(np.where(signal > 0, 1, -1) == y))
 
 
 class MultipleKernels(BaseEstimator):
@@ -157,6 +198,11 @@ def _on_features(features: BaseEstimator) -> Pipeline:
     return Pipeline([("features", features), ("machine", machine)])
 
 
+def _particles(size: int, seed: int, **options: Any) -> ParticleFeatures:
+    """Return features with aligned phases: a random phase wastes many, which shows where there are few."""
+    return ParticleFeatures(size, phase="aligned", random_state=seed, **options)
+
+
 def _paper_particles(size: int, strength: float, seed: int) -> ParticleFeatures:
     """Return the paper's own setting of F.1: a ball, large hot steps, 300 particles resampled to `size`."""
     return ParticleFeatures(
@@ -176,12 +222,8 @@ def _paper_particles(size: int, strength: float, seed: int) -> ParticleFeatures:
 
 # From (features, strength of repulsion, seed) to an unfitted classifier.
 METHODS: dict[str, Callable[[int, float, int], BaseEstimator]] = {
-    "particles": lambda size, strength, seed: _on_features(
-        ParticleFeatures(size, repulsion=strength, random_state=seed)
-    ),
-    "particles, untrained": lambda size, strength, seed: _on_features(
-        ParticleFeatures(size, max_iter=0, random_state=seed)
-    ),
+    "particles": lambda size, strength, seed: _on_features(_particles(size, seed, repulsion=strength)),
+    "particles, untrained": lambda size, strength, seed: _on_features(_particles(size, seed, max_iter=0)),
     "particles, paper settings": lambda size, strength, seed: _on_features(_paper_particles(size, strength, seed)),
     "fixed": lambda size, strength, seed: _on_features(
         RBFSampler(gamma=PAPER_GAMMA, n_components=size, random_state=seed)
@@ -201,9 +243,16 @@ METHODS: dict[str, Callable[[int, float, int], BaseEstimator]] = {
 
 
 def measure(
-    method: str, task: Task, *, sigma: float, trial: int, num_features: int = 200, strength: float = 0.1
+    method: str,
+    task: Task,
+    *,
+    sigma: float,
+    trial: int,
+    num_features: int = 200,
+    strength: float = 0.1,
+    fresh: int = 0,
 ) -> SyntheticRecord:
-    """Fit one method on one draw and return its test accuracy and the time of the fit.
+    """Fit one method on one draw and return its test accuracy, that on `fresh` more samples, and the time of the fit.
 
     Raises:
         ValueError: For an unknown method.
@@ -219,7 +268,11 @@ def measure(
     model.fit(task.x, task.y)  # pyright: ignore[reportAttributeAccessIssue]
     seconds = time.perf_counter() - start
     accuracy = float(model.score(task.x_test, task.y_test))  # pyright: ignore[reportAttributeAccessIssue]
-    return SyntheticRecord(method, sigma, len(task.x), num_features, strength, trial, accuracy, seconds)
+    more = math.nan
+    if fresh:
+        x, y, _ = fresh_samples(task, sigma, trial, count=fresh)
+        more = float(model.score(x, y))  # pyright: ignore[reportAttributeAccessIssue]
+    return SyntheticRecord(method, sigma, len(task.x), num_features, strength, trial, accuracy, seconds, more)
 
 
 def sweep(

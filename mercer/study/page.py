@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table as Terminal
 from rich.text import Text
 
@@ -18,7 +18,7 @@ from mercer.report.style import DARK, LIGHT
 from mercer.study.results import Difference
 from mercer.study.run import Done, duration
 
-TONES = {"better": "green", "worse": "red"}  # verdicts that are coloured where a cell holds nothing else
+TONES = {"better": "green", "worse": "red"}
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,26 @@ class Table:
     note: str = ""
     text_columns: Sequence[int] = (0,)
 
-    def terminal(self) -> Terminal:
-        """Return the table for `rich.console.Console.print`."""
-        table = Terminal(box=box.SIMPLE_HEAD, title=Text(self.title), title_justify="left", pad_edge=False)
-        table.caption, table.caption_justify = Text(self.note) if self.note else None, "left"
-        for number, name in enumerate(self.header):
-            table.add_column(Text(name), justify="left" if number in self.text_columns else "right")
+    def terminal(self, width: int = 80) -> Group:
+        """Return the table for `rich.console.Console.print`; one that is too wide is broken between columns."""
+        cells = [self.header, *self.rows]
+        sizes = [2 + max(len(row[number]) for row in cells) for number in range(len(self.header))]
+        blocks, room = [[0]], width - sizes[0]
+        for number, size in enumerate(sizes[1:], start=1):
+            if size > room and len(blocks[-1]) > 1:
+                blocks.append([0])
+                room = width - sizes[0]
+            blocks[-1].append(number)
+            room -= size
+        parts = [Text(self.title, style="bold"), *map(self._block, blocks)]
+        return Group(*parts, Text(f"{self.note}\n" if self.note else ""))
+
+    def _block(self, columns: Sequence[int]) -> Terminal:
+        table = Terminal(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        for number in columns:
+            table.add_column(Text(self.header[number]), justify="left" if number in self.text_columns else "right")
         for row in self.rows:
-            table.add_row(*(Text(cell, style=TONES.get(cell, "")) for cell in row))
+            table.add_row(*(Text(row[number], style=TONES.get(tone(row[number]), "")) for number in columns))
         return table
 
     def markdown(self) -> str:
@@ -48,6 +60,16 @@ class Table:
         rows = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (self.header, *self.rows)]
         lines = [f"### {self.title}", "", f"| {rows[0]} |", f"|{'|'.join(rules)}|", *(f"| {row} |" for row in rows[1:])]
         return "\n".join([*lines, *(["", self.note] if self.note else [])]) + "\n"
+
+
+def tone(cell: str) -> str:
+    """Return the verdict a cell ends with, where it is one that is coloured, else "".
+
+    >>> tone("+1.0 ± 0.1 better"), tone("within noise")
+    ('better', '')
+    """
+    last = cell.rpartition(" ")[2]
+    return last if last in TONES else ""
 
 
 def show(value: Estimate | Difference | None, digits: int = 3, *, sign: bool = False) -> str:
@@ -91,7 +113,7 @@ def publish(
     console, out = console or Console(), done.out
     notes = [note for note in (done.left_out, *notes) if note]
     for table in tables:
-        console.print(table.terminal())
+        console.print(table.terminal(console.width))
     for text in (*findings, *notes):
         console.print(f"- {text}", markup=False, highlight=False)
     drawn = []
@@ -115,7 +137,7 @@ def publish(
         notes=notes,
         tables=tables,
         figures=drawn,
-        tones=TONES,
+        tone=tone,
         commands=list(dict.fromkeys(start["command"] for start in done.starts)),
         facts=_facts(done),
     )
