@@ -124,8 +124,8 @@ def _ratios(line: Measurement, found: dict[str, list[Measurement]]) -> str:
     beside = BENCHES[line.operator].beside if line.operator in BENCHES else ""
     others = [other for lines in found.values() for other in lines if other.operator == beside]
     ratios = [line.ratio / other.ratio for other in others if other.length == line.length]
-    below = f"\n{_three(max(ratios))}x {beside}" if ratios else ""  # of several chunk sizes the fastest
-    return f"{_three(line.ratio)}x{below}"
+    below = f"\n{three(max(ratios))}x {beside}" if ratios else ""  # of several chunk sizes the fastest
+    return f"{three(line.ratio)}x{below}"
 
 
 def _spaced(phase: str) -> str:
@@ -133,10 +133,10 @@ def _spaced(phase: str) -> str:
 
 
 def _cell(ratio: str, milliseconds: float, peak: int) -> str:
-    return f"{ratio}\n{_three(milliseconds)} ms\n{_three(peak / 2**20)} MiB".lstrip()
+    return f"{ratio}\n{three(milliseconds)} ms\n{three(peak / 2**20)} MiB".lstrip()
 
 
-def _three(value: float) -> str:
+def three(value: float) -> str:
     """Return a number with three digits, or all it has before the point."""
     return f"{value:,.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 

@@ -14,10 +14,11 @@ from cyclopts import App, CycloptsError, Parameter
 
 from mercer import __version__
 from mercer.cli.align import align, kernel_error
-from mercer.cli.benches import ops, state
+from mercer.cli.benches import ops, peers, state
 from mercer.cli.convert import convert
 from mercer.cli.models import evaluate_model, generate
 from mercer.cli.quiet import filter_warnings, silence_libraries
+from mercer.cli.studies import study
 from mercer.cli.tables import list_names, report
 from mercer.cli.training import compare, train
 
@@ -47,10 +48,12 @@ app.command(kernel_error)
 app.command(generate)
 app.command(evaluate_model, name="eval")
 app.command(report)
-bench = App(name="bench", help="Time and memory beside PyTorch's own attention: mercer bench ops.")
+bench = App(name="bench", help="Time and memory beside PyTorch's own attention, and beside other packages'.")
 bench.command(ops)
 bench.command(state)
+bench.command(peers)
 app.command(bench)
+app.command(study)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,6 +97,7 @@ _EXTRAS = {
     "plots": ("matplotlib",),
     "particles": ("sklearn", "scipy", "ot"),
     "eval": ("lm_eval",),
+    "peers": ("darkformer_pytorch", "performer_pytorch"),
 }
 
 

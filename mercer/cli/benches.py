@@ -115,6 +115,50 @@ def state(
     return 0
 
 
+def peers(
+    *,
+    lengths: str = "4096",
+    passes: str = "forward,forward+backward",
+    heads: int = 8,
+    head_dim: int = 64,
+    repeats: int = 3,
+    out: Path = Path("runs/bench"),
+) -> int:
+    """Time other packages' causal linear attention beside ours on a CPU: `mercer bench peers`.
+
+    darkformer-pytorch and performer-pytorch (`pip install 'mercer[peers]'`) beside our darkformer and performer, on the
+    same inputs, features included (256 a head), on one thread: how many times as long they take. Where one has several
+    ways to compute causal attention on a CPU, the fastest is taken and named. A minute or two at 4096 tokens.
+
+    **Examples**
+
+    ```
+    mercer bench peers
+    mercer bench peers --lengths 1024,4096 --passes forward
+    ```
+
+    Args:
+        lengths: tokens, separated by commas.
+        passes: of forward and forward+backward, separated by commas.
+        heads: heads.
+        head_dim: width of a head.
+        repeats: turns of which the median is taken.
+        out: the folder peers.json is written to.
+    """
+    counts = whole_numbers("lengths", lengths)
+    from mercer.bench import run_peers
+
+    run_peers(
+        counts,
+        heads=heads,
+        head_dim=head_dim,
+        passes=[phase.strip() for phase in passes.split(",")],
+        repeats=repeats,
+        out=out,
+    )
+    return 0
+
+
 def _dtype(name: str) -> Any:
     import torch
 

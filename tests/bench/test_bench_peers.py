@@ -1,0 +1,97 @@
+"""The benchmark of other packages: its plumbing, with a peer made here."""
+
+import importlib
+import io
+import json
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import nn
+
+from mercer.bench import PEERS, Peer, bench_peers, run_peers
+from mercer.bench.peers import OURS, PASSES
+
+SMALL = {"heads": 2, "head_dim": 8, "repeats": 1}
+
+
+class Slow(nn.Module):
+    """SDPA after so many rounds of waste; it learns a scale and notes what it was given."""
+
+    def __init__(self, rounds, seen):
+        super().__init__()
+        self.rounds, self.seen = rounds, seen
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, q, k, v):
+        self.seen.append((self.rounds, q.detach(), torch.is_grad_enabled()))
+        begin = time.process_time()
+        while time.process_time() - begin < self.rounds * 1e-3:
+            pass
+        return F.scaled_dot_product_attention(self.scale * q, k, v, is_causal=True)
+
+
+def slow_peer(seen, *rounds):
+    return Peer(lambda heads, head_dim, length: {f"{n} rounds": (m, m) for n in rounds for m in [Slow(n, seen)]})
+
+
+def test_the_fastest_path_is_measured_beside_each_of_ours():
+    seen = []
+    torch.set_num_threads(2)
+    record = bench_peers([32], **SMALL, peers={"slow": slow_peer(seen, 60, 20, 40)})
+    assert torch.get_num_threads() == 2
+    lines = record.measurements
+    assert [(line.phase, line.mixer) for line in lines] == [(phase, mixer) for phase in PASSES for mixer in OURS]
+    assert {line.path for line in lines} == {"20 rounds"}
+    assert all(line.milliseconds > 20 for line in lines)
+    assert all(line.ratio == pytest.approx(line.milliseconds / line.our_milliseconds) for line in lines)
+    assert [rounds for rounds, _, _ in seen].count(60) == len(PASSES)
+    assert all(torch.equal(q, seen[0][1]) for _, q, _ in seen)
+    assert {gradients for _, _, gradients in seen} == {False, True}
+
+
+def test_peaks_are_of_the_pass():
+    (forward, _), (backward, _) = (
+        bench_peers([64], **SMALL, passes=[phase], peers={"one": slow_peer([], 0)}).measurements for phase in PASSES
+    )
+    assert 0 < forward.peak_bytes < backward.peak_bytes
+    assert 0 < forward.our_peak_bytes < backward.our_peak_bytes
+
+
+def test_what_is_printed_and_written(tmp_path):
+    out = io.StringIO()
+    peers = {"fast": slow_peer([], 0), "slow": slow_peer([], 30)}
+    run_peers([16, 24], **SMALL, passes=["forward"], peers=peers, out=tmp_path, console=Console(file=out, width=100))
+    text = out.getvalue()
+    for part in ("forward, T = 16", "forward, T = 24", "mercer darkformer", "(30 rounds)", "/ performer", "1 thread"):
+        assert part in text
+    record = json.loads((tmp_path / "peers.json").read_text())
+    assert [line["peer"] for line in record["measurements"]] == ["fast", "fast", "slow", "slow"] * 2
+    assert record["num_features"] == 256
+
+
+def test_wrong_requests_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"unknown pass 'decode'; choose one of forward, forward.backward"):
+        bench_peers([8], passes=["decode"], peers={})
+    with pytest.raises(ValueError, match=r"length \(0\) must be at least 1"):
+        bench_peers([8, 0], peers={})
+
+
+@pytest.mark.parametrize("name", sorted(PEERS))
+def test_a_missing_package_is_said_with_its_extra(name, monkeypatch, capsys, tmp_path):
+    from mercer.cli import main
+
+    missing = name.replace("-", "_")
+
+    def refuse(module):
+        if module.split(".")[0] == missing:
+            raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+        return importlib.import_module(module)
+
+    monkeypatch.setattr("mercer.bench.peers.import_module", refuse)
+    monkeypatch.setattr("mercer.bench.peers.PEERS", {name: PEERS[name]})
+    assert main(["bench", "peers", "--lengths", "8", "--out", str(tmp_path / "bench")]) == 1
+    assert f"this command needs the package {missing}: pip install 'mercer[peers]'" in capsys.readouterr().err
+    assert not (tmp_path / "bench").exists()
