@@ -71,3 +71,4 @@ def _share_input(name: str, layer: Any) -> None:
         )
     for projection in pair:
         setattr(layer, projection, nn.Identity())
+    layer.mercer_shares_input = True

@@ -58,6 +58,8 @@ def attention(
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         return softmax(module, query, key, value, attention_mask, dropout, scaling, causal, **kwargs)
     call, attachment, mixer = take_call(module), module.mercer_attachment, module.mixer
+    if getattr(module, "mercer_shares_input", False):  # equal, and now one tensor: mixers need not work it out twice
+        key = query
     _refuse(module, attachment, query, key, attention_mask, kwargs)
     if dropout and attachment.is_softmax and call.layer is None:
         return softmax(module, query, key, value, attention_mask, dropout, scaling, mixer.causal, **kwargs)

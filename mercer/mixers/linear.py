@@ -31,6 +31,7 @@ def mix(mixer: Any, q, k, v, mask, segments, state: Any):
     refuse_state(mixer, state)
     root = root_scale(mixer)
     mask, segments = marks_of_new(q.shape[2], mask, segments, state)
+    same = q is k and not mixer.center  # queries that are their own keys have their features
     q, k = (ops.zero_padding(t, mask) for t in (q, k))  # a NaN there would reach the map's own gradients
     if mixer.center:
         k = k - mixer.key_center[:, None].to(k.dtype)
@@ -52,7 +53,8 @@ def mix(mixer: Any, q, k, v, mask, segments, state: Any):
             q, k, v, q_features, k_features, window=mixer.window, sinks=mixer.sinks, scale=mixer.scale,
             mask=mask, segments=segments, state=state,
         )  # fmt: skip
-    log_q, log_k = q_features(q), k_features(k)
+    log_q = q_features(q)
+    log_k = log_q if same else k_features(k)
     o, state = ops.linear_attention(log_q, log_k, v, causal=mixer.causal, mask=mask, segments=segments, state=state)
     return o, state if mixer.causal else None
 
