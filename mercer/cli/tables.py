@@ -46,10 +46,14 @@ def _first_line(thing: Any) -> str:
 
 
 def _recipes() -> Table:
+    from mercer.train.classifier_recipe import CLASSIFIERS
     from mercer.train.recipe import RECIPES
 
-    table = Table("recipe", "what it does", title="recipes: mercer train RECIPE")
+    table = Table("recipe", "what it does", title="recipes: mercer train RECIPE; classifiers: mercer finetune RECIPE")
     for name, recipe in RECIPES.items():
+        table.add_row(name, _first_line(recipe))
+    table.add_section()
+    for name, recipe in CLASSIFIERS.items():
         table.add_row(name, _first_line(recipe))
     return table
 

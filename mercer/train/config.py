@@ -4,46 +4,55 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
 from mercer.errors import unknown
+from mercer.train.classifier_recipe import CLASSIFIERS, ClassifierRecipe
 from mercer.train.recipe import RECIPES, Recipe
 
+R = TypeVar("R", bound=Recipe | ClassifierRecipe)
+Recipes = Mapping[str, Callable[[], R]]
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "a table of options"}
 
 
-def named_recipe(name: str) -> Recipe:
-    """Return a recipe of the table by name.
+def named_recipe(name: str, table: Recipes[R] = RECIPES) -> R:
+    """Return a recipe of a table by name: of language models, or `CLASSIFIERS`.
 
     Raises:
         ValueError: no recipe has this name.
     """
-    if name not in RECIPES:
-        raise unknown("recipe", name, RECIPES)
-    return RECIPES[name]()
+    if name not in table:
+        raise unknown("recipe", name, table)
+    return table[name]()
 
 
-def to_dict(recipe: Recipe) -> dict[str, Any]:
+def table_of(recipe: R) -> Recipes[R]:
+    """Return the table that a recipe is of."""
+    table: Any = CLASSIFIERS if isinstance(recipe, ClassifierRecipe) else RECIPES
+    return table
+
+
+def to_dict(recipe: Recipe | ClassifierRecipe) -> dict[str, Any]:
     """Return a recipe as plain dicts and lists, ready for YAML or JSON."""
     return _plain(dataclasses.asdict(recipe))
 
 
-def from_dict(values: Mapping[str, Any]) -> Recipe:
-    """Build a recipe from nested dicts; what is missing comes from the recipe that `name` names.
+def from_dict(values: Mapping[str, Any], table: Recipes[R] = RECIPES) -> R:
+    """Build a recipe from nested dicts; what is missing comes from the recipe of the table that `name` names.
 
     Raises:
         ValueError: a key is unknown, or a value is of the wrong type or out of range; the key is named.
     """
     if "name" not in values:
         raise ValueError("the configuration names no recipe; give one on the command line or add a line `name: tiny`")
-    return merge(named_recipe(str(values["name"])), values)
+    return merge(named_recipe(str(values["name"]), table), values)
 
 
-def merge(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+def merge(recipe: R, values: Mapping[str, Any]) -> R:
     """Return the recipe with the given (nested) values in place of its own.
 
     >>> from mercer.train.recipe import tiny
@@ -71,17 +80,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def write_yaml(recipe: Recipe) -> str:
+def write_yaml(recipe: Recipe | ClassifierRecipe) -> str:
     """Return the text of `config.yaml`; `from_dict(read_yaml(...))` gives the same recipe again."""
     return yaml.safe_dump(to_dict(recipe), sort_keys=False)
 
 
-def parse_overrides(tokens: Sequence[str], options: Iterable[str] = ()) -> tuple[list[str], dict[str, Any]]:
+def parse_overrides(
+    tokens: Sequence[str], options: Iterable[str] = (), kind: type[Recipe | ClassifierRecipe] = Recipe
+) -> tuple[list[str], dict[str, Any]]:
     """Read `demo --optim.lr 1e-3 --model.mixer=cubit` into bare words and nested dicts.
 
     Args:
         tokens: the words of the command line that no option of the command took.
         options: those options, so that a misspelt one is recognised.
+        kind: the record whose keys may be set.
 
     Raises:
         ValueError: an option is unknown (the nearest one is named) or lacks its value.
@@ -91,13 +103,14 @@ def parse_overrides(tokens: Sequence[str], options: Iterable[str] = ()) -> tuple
     """
     words: list[str] = []
     values: dict[str, Any] = {}
+    keys = keys_of(kind)
     for flag, text in _pairs(tokens):
         if not flag.startswith("--"):
             words.append(flag)
             continue
         key = flag.removeprefix("--").replace("-", "_")
-        if key not in KEYS and not key.startswith("model.mixer_options."):
-            raise _unknown_key(key, [*KEYS, *(option.replace("-", "_") for option in options)], flag=True)
+        if key not in keys and not key.startswith("model.mixer_options."):
+            raise _unknown_key(key, [*keys, *(option.replace("-", "_") for option in options)], flag=True)
         if text is None:
             raise ValueError(f"{flag} needs a value: {flag} VALUE")
         place = values
@@ -133,7 +146,12 @@ def _keys(kind: type, prefix: str = "") -> Iterator[str]:
             yield prefix + field.name
 
 
-KEYS = tuple(key for key in _keys(Recipe) if key != "name")
+def keys_of(kind: type[Recipe | ClassifierRecipe]) -> tuple[str, ...]:
+    """Return the dotted names of everything that can be set in a recipe."""
+    return tuple(key for key in _keys(kind) if key != "name")
+
+
+KEYS = tuple(dict.fromkeys([*keys_of(Recipe), *keys_of(ClassifierRecipe)]))  # of every kind of recipe
 
 
 def _unknown_key(key: str, choices: Sequence[str], *, flag: bool = False) -> ValueError:

@@ -9,7 +9,10 @@ from typing import Any
 
 from mercer.errors import CheckpointError
 from mercer.train import checkpoint, config, record
+from mercer.train.classifier_recipe import ClassifierRecipe
 from mercer.train.recipe import Recipe
+
+AnyRecipe = Recipe | ClassifierRecipe
 
 # What may change between the parts of one run without making it another run.
 _FREE = {"train.eval_every", "train.eval_windows", "train.final_eval_windows", "train.checkpoint_every", "train.keep"}
@@ -46,7 +49,7 @@ class RunFolder:
     def results(self) -> Path:
         return self.path / "results.json"
 
-    def check(self, recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
+    def check(self, recipe: AnyRecipe, *, resume: bool, overwrite: bool) -> None:
         """Make sure that a run may be written here; nothing is changed yet.
 
         Raises:
@@ -62,7 +65,7 @@ class RunFolder:
         elif self.path.exists() and (not self.path.is_dir() or any(map(_is_foreign, self.path.iterdir()))):
             raise FileExistsError(f"{self.path} holds something that is no run; give another --out")
 
-    def open(self, recipe: Recipe, *, overwrite: bool) -> None:
+    def open(self, recipe: AnyRecipe, *, overwrite: bool) -> None:
         """Make the folder ready for a run that has been checked."""
         if overwrite and self.config.exists():  # only ever delete what is a run
             shutil.rmtree(self.path)
@@ -76,9 +79,11 @@ class RunFolder:
         run = record.read_run(self.results)
         return run if run.status == "done" else None
 
-    def _same(self, recipe: Recipe) -> None:
+    def _same(self, recipe: AnyRecipe) -> None:
         try:
-            before = dict(_leaves(config.to_dict(config.from_dict(config.read_yaml(self.config)))))
+            before = dict(
+                _leaves(config.to_dict(config.from_dict(config.read_yaml(self.config), config.table_of(recipe))))
+            )
         except ValueError as error:
             raise CheckpointError(
                 f"{self.config} is damaged or of another version ({error}); train again with --overwrite"

@@ -41,6 +41,7 @@ class Phase(abc.ABC):
 
     remedy = "lower --optim.lr or --optim.clip, or use --train.precision float32"  # of numbers that are not finite
     label: str  # what the display calls the run
+    quantity = "loss"  # what goes down
     note = ""  # what was unusual about the data, in a sentence
     tokenizer: Any
 
@@ -112,9 +113,7 @@ class Phase(abc.ABC):
         """Take the remaining steps, then evaluate and write the results."""
         try:
             with (
-                Display(
-                    self.console, self.label, self.steps, self.position.step, visible=self.world.is_main
-                ) as display,
+                self._display() as display,
                 self.folder.metrics.open("a", encoding="utf-8") as metrics,
             ):
                 while self.position.step < self.steps and not self.finished_early():
@@ -132,6 +131,10 @@ class Phase(abc.ABC):
             raise
         return self._finish("done", self.evaluate())
 
+    def _display(self) -> Display:
+        visible, done = self.world.is_main, self.position.step
+        return Display(self.console, self.label, self.steps, done, visible=visible, quantity=self.quantity)
+
     def descend(self, gradients: Callable[[], float], *, batches: int) -> dict[str, Any]:
         """Take one step of the optimiser; return what every row of metrics.jsonl has, and the seconds it took.
 
@@ -143,7 +146,7 @@ class Phase(abc.ABC):
         assert optimiser is not None
         rate = learning_rate(self.position.step, self.steps, optim)
         for group in optimiser.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_factor", 1.0)
         loss = gradients()
         norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip)).item()
         step = self.position.step + 1

@@ -7,10 +7,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Display:
-    """Show the step, the losses, tokens per second and the time left; silent where `console` is no terminal."""
+    """Show the step, the losses (or another `quantity`), tokens per second and the time left; silent where `console`
+    is no terminal.
+    """
 
-    def __init__(self, console: Console, label: str, steps: int, done: int, *, visible: bool):
-        self.console = console
+    def __init__(self, console: Console, label: str, steps: int, done: int, *, visible: bool, quantity: str = "loss"):
+        self.console, self._quantity = console, quantity
         self._columns = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -35,5 +37,5 @@ class Display:
         """Move to the end of a step."""
         if valid_loss is not None:
             self._valid = f"  valid {valid_loss:.3f}"
-        text = f"loss {loss:.3f}{self._valid}  {tokens_per_second:,.0f} tokens/s"
+        text = f"{self._quantity} {loss:.3f}{self._valid}  {tokens_per_second:,.0f} tokens/s"
         self._columns.update(self._task, completed=step, text=text)

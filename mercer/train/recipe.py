@@ -11,7 +11,7 @@ from typing import Any, Literal
 Precision = Literal["float32", "bf16"]
 
 
-def _need(condition: bool, key: str, value: object, requirement: str) -> None:
+def need(condition: bool, key: str, value: object, requirement: str) -> None:
     if not condition:
         raise ValueError(f"{key} ({value}) {requirement}")
 
@@ -27,10 +27,10 @@ class DataConfig:
     max_bytes: int | None = None  # read no further once this much text is read; null: all of it
 
     def __post_init__(self):
-        _need(self.length >= 2, "data.length", self.length, "must be at least 2: one token to read, one to predict")
+        need(self.length >= 2, "data.length", self.length, "must be at least 2: one token to read, one to predict")
         inside = 0 < self.validation_fraction < 1
-        _need(inside, "data.validation_fraction", self.validation_fraction, "must lie between 0 and 1")
-        _need(self.max_bytes is None or self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "must be at least 1")
+        need(inside, "data.validation_fraction", self.validation_fraction, "must lie between 0 and 1")
+        need(self.max_bytes is None or self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ModelConfig:
     def __post_init__(self):
         widths = self.widths()
         for name, width in widths.items():
-            _need(width >= 1, f"model.{name}", width, "must be at least 1")
+            need(width >= 1, f"model.{name}", width, "must be at least 1")
         if self.hidden_size is not None and self.num_heads is not None and self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads}); "
@@ -73,12 +73,12 @@ class OptimConfig:
     clip: float = 1.0  # largest norm of the gradient
 
     def __post_init__(self):
-        _need(self.lr is None or self.lr > 0, "optim.lr", self.lr, "must be above 0")
-        _need(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must both lie in [0, 1)")
-        _need(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must not be negative")
-        _need(0 <= self.warmup < 1, "optim.warmup", self.warmup, "is a share of the steps: it must lie in [0, 1)")
-        _need(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
-        _need(self.clip > 0, "optim.clip", self.clip, "must be above 0")
+        need(self.lr is None or self.lr > 0, "optim.lr", self.lr, "must be above 0")
+        need(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must both lie in [0, 1)")
+        need(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must not be negative")
+        need(0 <= self.warmup < 1, "optim.warmup", self.warmup, "is a share of the steps: it must lie in [0, 1)")
+        need(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
+        need(self.clip > 0, "optim.clip", self.clip, "must be above 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +98,11 @@ class TrainConfig:
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "accumulate", "eval_windows", "keep"):
-            _need(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
+            need(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
         for name in ("eval_every", "checkpoint_every"):
-            _need(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
+            need(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
         windows = self.final_eval_windows
-        _need(windows is None or windows >= 1, "train.final_eval_windows", windows, "must be at least 1")
+        need(windows is None or windows >= 1, "train.final_eval_windows", windows, "must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True)

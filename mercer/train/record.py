@@ -47,6 +47,7 @@ class Run:
     curve: list[dict[str, Any]]  # step, train_loss, valid_loss or null, learning_rate
     config: dict[str, Any]
     status: Status
+    measures: dict[str, Any] = dataclasses.field(default_factory=dict)  # of what is no language model, by name
 
     def to_json(self) -> str:
         """Return the text of `results.json`."""
@@ -68,7 +69,7 @@ class Run:
                 f"{origin} is not a run record of schema {SCHEMA}; it needs another version of mercer"
             )
         names = {field.name for field in dataclasses.fields(cls)}
-        if missing := sorted(names - set(values)):
+        if missing := sorted(names - {"measures"} - set(values)):  # older records have none
             raise CheckpointError(f"{origin} lacks {', '.join(missing)}; run the training again")
         return cls(**{name: value for name, value in values.items() if name in names})
 
