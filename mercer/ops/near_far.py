@@ -12,6 +12,7 @@ from mercer.ops.linear_passes import linear_attention_op
 from mercer.ops.near_far_blocks import block_length, near_attention_op
 from mercer.ops.near_far_definition import Features, NearFarState, check_near_far, past_of
 from mercer.ops.near_far_layout import Layout, gather_sinks, take_last
+from mercer.ops.near_far_step import near_far_step
 
 
 def near_far_attention(
@@ -78,14 +79,17 @@ def near_far_attention(
         if state is not None:
             return v.new_zeros(*q.shape[:3], v.shape[3]), state
         mask = segments = None  # there is no last document
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     with full_precision(q.device):
+        if q.shape[2] == 1 and state is not None and window:
+            features = None if q_features is None or k_features is None else (q_features, k_features)
+            return near_far_step(q, k, v, features, factor, mask, segments, state)
         layout = Layout.of(q.shape[2], mask, segments, past.seen, past.segment)
         q, k, v = (layout.compact(zero_padding(x, mask)) for x in (q, k, v))
         known = [
             torch.cat([old.to(new.dtype), inside.to(new.dtype), new], 2)
             for old, inside, new in ((past.k_sinks, past.k_window, k), (past.v_sinks, past.v_window, v))
         ]
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
         o, log_near = _near(q, known, layout, window, sinks, factor)
         far = past.far
         if q_features is not None and k_features is not None:

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mercer.mixers.base import map_state
 from mercer.ops import (
@@ -161,6 +162,96 @@ def test_splitting_anywhere_changes_neither_values_nor_gradients(packed, padded,
     for cuts in ([1], [2, 3], [6], [17], [30], [4, 4, 20], range(1, length)):
         for got, want in zip(run(*cuts), whole, strict=True):
             assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+# One token after a past: a path of its own
+
+STEP_MASKS = {"none": None, "real": [True, True], "one padded": [True, False], "both padded": [False, False]}
+STEP_SEGMENTS = {"none": None, "same": [3, 3], "new": [3, 5]}
+
+
+@pytest.mark.parametrize("mask", STEP_MASKS)
+@pytest.mark.parametrize("segments", STEP_SEGMENTS)
+@pytest.mark.parametrize("seen", [1, 4, 5, 6, 7, 40])  # of a window of 5 and 2 sinks
+@pytest.mark.parametrize("far", [True, False])
+def test_one_token_after_a_past_equals_the_definition(mask, segments, seen, far):
+    before, new, features = draw(seen), draw(1), maps() if far else ()
+    real = None if STEP_MASKS[mask] is None else torch.tensor(STEP_MASKS[mask])[:, None]
+    document = None if STEP_SEGMENTS[segments] is None else torch.tensor(STEP_SEGMENTS[segments])[:, None]
+    past = None if document is None else torch.full((2, seen), 3)
+    inside = torch.ones(2, seen, dtype=torch.bool)
+    inside[1, : seen // 2] = False  # so rows stand at different places
+    _, state = near_far_attention_naive(*before, *features, window=5, sinks=2, mask=inside, segments=past)
+    results = []
+    for function in (near_far_attention_naive, near_far_attention):
+        o, after = function(*new, *features, window=5, sinks=2, mask=real, segments=document, state=state)
+        got = [o, after.k_window, after.v_window, after.k_sinks, after.v_sinks, *sums_of(after)]
+        loss = sum((x * torch.cos(torch.arange(x.numel())).view_as(x)).sum() for x in got)
+        wrt = [*before, *new, *(f.omega for f in features)]
+        grads = torch.autograd.grad(loss, wrt, retain_graph=True, materialize_grads=True, allow_unused=True)
+        results.append([*got, after.seen, after.segment, *grads])
+    for number, (want, given) in enumerate(zip(*results, strict=True)):
+        assert_close(given, want, rtol=1e-9, atol=1e-9, msg=lambda text, n=number: f"result {n}: {text}")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+def test_one_padded_token_leaves_the_state_alone_whatever_it_holds(garbage):
+    features = maps()
+    _, state = near_far_attention(*draw(20), *features, window=5, sinks=2)
+    new = [torch.full_like(x, garbage) for x in draw(1)]
+    o, after = near_far_attention(
+        *new, *features, window=5, sinks=2, state=state, mask=torch.zeros(2, 1, dtype=torch.bool)
+    )
+    assert o.count_nonzero() == 0
+    before, rest = [], []
+    map_state(state, lambda t: before.append(t) or t)
+    map_state(after, lambda t: rest.append(t) or t)
+    for want, got in zip(before, rest, strict=True):
+        assert torch.equal(got, want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_decoding_far_away_keys_120_nats_above_the_rest(dtype):
+    """Token by token through a spike that enters the window, leaves it and outweighs everything."""
+    q, k, v = (x.detach().to(dtype) for x in draw(30, spread=0.3))
+    q[..., 0] = 1
+    k[:, :, 8, 0] = 120 * 5**0.5
+    shift = lambda x: torch.cat([x, x[..., :1] * 0], -1).float() * 5**-0.25
+    wide = lambda x: torch.cat([x, x[..., :1] * 0], -1).double() * 5**-0.25
+    want, _ = near_far_attention_naive(q.double(), k.double(), v.double(), wide, wide, window=4, sinks=1)
+    state, outs = None, []
+    for at in range(30):
+        o, state = near_far_attention(
+            *(x[:, :, at : at + 1] for x in (q, k, v)), shift, shift, window=4, sinks=1, state=state
+        )
+        outs.append(o)
+    assert_close(
+        torch.cat(outs, 2).double(),
+        want,
+        rtol=3e-5 if dtype == torch.float32 else 2e-2,
+        atol=2e-2 if dtype == torch.bfloat16 else 3e-5,
+    )
+
+
+@torch.no_grad()
+def test_one_token_takes_few_calls():
+    """Decoding is bound by the number of calls; in general, and so before this path, there were about 250."""
+    count = 0
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal count
+            count += 1
+            return func(*args, **kwargs or {})
+
+    features = maps(dtype=torch.float32)
+    _, state = near_far_attention(*draw(100, dtype=torch.float32), *features, window=64, sinks=4)
+    new = draw(1, dtype=torch.float32)
+    with Count():
+        near_far_attention(*new, *features, window=64, sinks=4, state=state)
+    assert count <= 90
 
 
 # What the two ends are
