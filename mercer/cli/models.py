@@ -72,11 +72,17 @@ def evaluate_model(
     source: str | None = None,
     length: int | None = None,
     windows: int | None = None,
+    tasks: str | None = None,
+    limit: int | None = None,
+    shots: int | None = None,
     batch_size: int = 16,
     threads: int | None = None,
     json: bool = False,
 ) -> int:
     """Measure a model: loss, bits per byte, perplexity, and the loss by position: `mercer eval runs/demo-cubit-s0`.
+
+    With `--tasks`, measure it on tasks of lm-evaluation-harness instead: by name, which downloads their data, or task
+    files of your own (.yaml, with their data in jsonl files beside them), which need no network.
 
     **Examples**
 
@@ -84,6 +90,7 @@ def evaluate_model(
     mercer eval runs/tiny-cubit-s0
     mercer eval runs/tiny-cubit-s0 --source other_text.txt --length 1024
     mercer eval my_model_folder --source python-docs --json
+    mercer eval my_model_folder --tasks arc_easy,./my_task.yaml --limit 100 --shots 5
     ```
 
     Args:
@@ -91,11 +98,18 @@ def evaluate_model(
         source: a corpus, a path or hf:NAME, whose validation documents are read; the run's own by default.
         length: tokens in a window; the run's own by default, else 512.
         windows: how many windows, evenly spaced; all by default.
-        batch_size: windows at a time.
+        tasks: names of the harness and paths of task files, between commas.
+        limit: questions of each task; all by default.
+        shots: solved examples before each question; each task's own number by default.
+        batch_size: windows or questions at a time.
         threads: CPU threads to compute with.
         json: print one JSON object instead of a table.
     """
     path = model_folder(folder)
+    text_options = {"--source": source, "--length": length, "--windows": windows}
+    _refuse(text_options if tasks is not None else {"--limit": limit, "--shots": shots}, with_tasks=tasks is not None)
+    if tasks is not None:
+        return _evaluate_tasks(path, tasks, limit, shots, batch_size, threads, as_json=json)
     data, seed = _data_config(folder, path, source, length)
     import torch
 
@@ -110,6 +124,37 @@ def evaluate_model(
     _, packed = setup.load_data(data, seed, None)
     found = evaluate(model, spaced(packed.validation, batch_size, windows))
     _print_evaluation(found, as_json=json)
+    return 0
+
+
+def _refuse(options: dict[str, Any], *, with_tasks: bool) -> None:
+    given = ", ".join(name for name, value in options.items() if value is not None)
+    if given:
+        rule = "is for texts, and --tasks measures tasks" if with_tasks else "is for tasks; name some with --tasks"
+        raise ValueError(f"{given} {rule}")
+
+
+def _evaluate_tasks(
+    path: Path,
+    tasks: str,
+    limit: int | None,
+    shots: int | None,
+    batch_size: int,
+    threads: int | None,
+    *,
+    as_json: bool,
+) -> int:
+    import torch
+
+    from mercer.evaluate.harness import evaluate_tasks
+    from mercer.hf import load
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    model, tokenizer = load(path), load_tokenizer(path)
+    found = evaluate_tasks(model, tokenizer, names, limit=limit, shots=shots, batch_size=batch_size)
+    _print_tasks(found, as_json=as_json)
     return 0
 
 
@@ -172,4 +217,23 @@ def _print_evaluation(found: Any, *, as_json: bool) -> None:
     table = Table("position", "loss", "tokens", title="loss by position in the document")
     for start, end, loss, tokens in found.loss_by_position:
         table.add_row(f"{start} to {end - 1}", f"{loss:.4f}", f"{tokens:,}")
+    Console().print(table)
+
+
+def _print_tasks(found: list[Any], *, as_json: bool) -> None:
+    import dataclasses
+    import json
+
+    if as_json:
+        print(json.dumps([dataclasses.asdict(score) for score in found]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "shots", "questions", "metric", "value", "standard error")
+    for score in found:
+        metric = score.metric if score.filter == "none" else f"{score.metric} ({score.filter})"
+        error = "-" if score.error is None else f"{score.error:.4f}"
+        questions = "-" if score.num_examples is None else f"{score.num_examples:,}"
+        table.add_row(score.task, str(score.shots), questions, metric, f"{score.value:.4f}", error)
     Console().print(table)

@@ -1,6 +1,7 @@
 """How good a model is at what it was trained for."""
 
 from mercer.evaluate.classification import ClassificationScores, Reliability, Score, classification_scores, reliability
+from mercer.evaluate.harness import TaskScore, evaluate_tasks, harness_model
 from mercer.evaluate.perplexity import Evaluation, evaluate, token_losses
 from mercer.evaluate.robustness import (
     RobustnessRow,
@@ -17,11 +18,14 @@ __all__ = [
     "Reliability",
     "RobustnessRow",
     "Score",
+    "TaskScore",
     "add_typos",
     "classification_scores",
     "drop_words",
     "evaluate",
+    "evaluate_tasks",
     "flip_labels",
+    "harness_model",
     "perturb",
     "reliability",
     "robustness_curve",
