@@ -11,6 +11,7 @@ from mercer.errors import DataError
 
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation"}
 SPLIT_NAMES |= {"dev": "validation", "test": "test"}
+SPLIT_NAMES |= {"validation_matched": "validation", "test_matched": "test"}  # of MNLI, from the genres of its train
 GLUE = "nyu-mll/glue"  # where the hub keeps the tasks that everybody calls glue/TASK
 
 
