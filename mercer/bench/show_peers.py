@@ -70,7 +70,7 @@ def format_peers(record: PeersBench) -> Group:
     for line in record.measurements:
         tables.setdefault((line.phase, line.length), []).append(line)
     parts += [_table(phase, length, lines) for (phase, length), lines in tables.items()]
-    parts.append(Text("peer / ours: how many times the peer's time is that of our mixer; of its paths the fastest"))
+    parts.append(Text("/ performer, / darkformer: how many times that of our mixer a peer's time is"))
     return Group(*parts)
 
 
@@ -84,11 +84,12 @@ def _table(phase: str, length: int, lines: list[PeerMeasurement]) -> Table:
     for mixer in OURS:
         line = by_mixer[mixer]
         table.add_row(f"mercer {mixer}", *_size(line.our_milliseconds, line.our_peak_bytes), *("" for _ in OURS))
-    for peer in dict.fromkeys(line.peer for line in lines):
-        found = {line.mixer: line for line in lines if line.peer == peer}
+    for peer, path in dict.fromkeys((line.peer, line.path) for line in lines):
+        found = {line.mixer: line for line in lines if (line.peer, line.path) == (peer, path)}
         line = found[OURS[0]]
         ratios = (f"{three(found[mixer].ratio)}x" for mixer in OURS)
-        table.add_row(f"{peer} {line.version}\n({line.path})", *_size(line.milliseconds, line.peak_bytes), *ratios)
+        way = f"by itself: {path}" if line.default else f"fastest: {path}"
+        table.add_row(f"{peer} {line.version}\n({way})", *_size(line.milliseconds, line.peak_bytes), *ratios)
     return table
 
 

@@ -127,8 +127,9 @@ def peers(
     """Time other packages' causal linear attention beside ours on a CPU: `mercer bench peers`.
 
     darkformer-pytorch and performer-pytorch (`pip install 'mercer[peers]'`) beside our darkformer and performer, on the
-    same inputs, features included (256 a head), on one thread: how many times as long they take. Where one has several
-    ways to compute causal attention on a CPU, the fastest is taken and named. A minute or two at 4096 tokens.
+    same inputs, features included (256 a head), on one thread: how many times as long they take. Of the ways in which
+    one can compute causal attention on a CPU, what it does by itself and the fastest are measured. A few minutes at
+    4096 tokens.
 
     **Examples**
 
