@@ -125,22 +125,34 @@ def trial(*, seed, n):
     time.sleep(n)
     return {}
 if __name__ == "__main__":
-    run_study(Study("naps", trial, [{"n": 0.01}, {"n": 60}], [0]), sys.argv[1], jobs=int(sys.argv[2]))
+    run_study(Study("naps", trial, [{"n": 0.01}, {"n": 60}], [0]), sys.argv[1], jobs=2)
 """
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
-def test_an_interruption_keeps_what_is_finished(tmp_path, jobs):
+def stop_late(*, seed: int, base: float) -> dict[str, float]:
+    if base > 1:
+        signal.raise_signal(signal.SIGINT)
+    return add(seed=seed, base=base)
+
+
+def test_an_interruption_keeps_what_is_finished(tmp_path):
+    console = Console(file=io.StringIO())
+    with pytest.raises(KeyboardInterrupt):
+        run_study(Study("sums", stop_late, CONDITIONS, [0]), tmp_path, console=console)
+    assert "stopped after 1 trials; go on with: " in console.file.getvalue()
+    assert console.file.getvalue().endswith(" --resume\n")
+    assert len(lines(tmp_path)) == 1
+
+
+def test_an_interruption_ends_the_processes_at_once(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "script.py", "out", jobs]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "script.py", "out"], cwd=tmp_path, stderr=subprocess.PIPE) as process:
         file, start = tmp_path / "out" / "trials.jsonl", time.monotonic()
         while not (file.exists() and file.read_text()) and time.monotonic() < start + 50:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=20)
-    assert "stopped after 1 trials; go on with: script.py out " in said
-    assert "--resume" in said
+        _, said = process.communicate(timeout=30)  # the trial in progress would take a minute
+    assert b"stopped after 1 trials; go on with: script.py out --resume" in said
     assert len(lines(tmp_path / "out")) == 1
 
 
