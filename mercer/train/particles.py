@@ -173,8 +173,7 @@ class ParticleSystem:
         values = []
         for batch in batches:
             if int((batch.labels >= 0).sum()) >= 2:
-                pooled = pooled_states(self.model, batch.inputs(), self.pooling).float()
-                values.append(self.alignment(pooled, batch.labels.to(pooled.device)).item())
+                values.append(self._alignment(batch).item())
         return sum(values) / max(1, len(values))
 
     def _drifts(self, batches: Iterable[Any]) -> tuple[Aligned, list[Float[Tensor, "H N D"]]]:
@@ -189,7 +188,7 @@ class ParticleSystem:
         if not math.isfinite(alignment):
             raise FloatingPointError(f"the alignment is {alignment} at step {self.steps}; use float32 weights")
         alignment /= max(1, count)
-        pushes = [[riesz_repulsion(head, s=config.exponent) for head in omega.float()] for omega in self.omegas]
+        pushes = [[riesz_repulsion(head, s=config.exponent) for head in omega] for omega in self.omegas]
         drifts, pull, number = [], 0.0, 0
         for omega, gradient, push in zip(self.omegas, gradients, pushes, strict=True):
             repulsion = torch.stack([head.gradient for head in push]).to(omega.dtype)
@@ -216,17 +215,17 @@ class ParticleSystem:
             omega.requires_grad_(True)
         try:
             with torch.enable_grad():
-                pooled = pooled_states(self.model, batch.inputs(), self.pooling).float()
-                value = self.alignment(pooled, batch.labels.to(pooled.device))
+                value = self._alignment(batch)
                 gradients = torch.autograd.grad(value, self.omegas)
         finally:
             for omega in self.omegas:
                 omega.requires_grad_(False)
         return value.item(), list(gradients)
 
-    def alignment(self, pooled: Float[Tensor, "B E"], labels: Int[Tensor, " B"]) -> Float[Tensor, ""]:
-        """Return the alignment of pooled outputs; rows with a negative label only fill a batch."""
-        return label_alignment(pooled, labels, self.config.kind)
+    def _alignment(self, batch: Any) -> Float[Tensor, ""]:
+        pooled = pooled_states(self.model, batch.inputs(), self.pooling)
+        pooled = pooled.to(torch.promote_types(pooled.dtype, torch.float32))
+        return label_alignment(pooled, batch.labels.to(pooled.device), self.config.kind)
 
     def _noise(self) -> torch.Generator:
         """Return the noise of a step: resuming at a step continues the same draws."""
