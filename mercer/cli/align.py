@@ -15,6 +15,7 @@ def align(
     /,
     *,
     source: str,
+    rivals: str = "",
     steps: int = 120,
     learning_rate: float = 1e-2,
     length: int = 512,
@@ -32,17 +33,19 @@ def align(
 
     ```
     mercer convert my_llama --mixer darkformer:window=64:sinks=4 -o converted
-    mercer align converted --source my_text.jsonl --steps 200
+    mercer align converted --source my_text.jsonl --steps 200 --rivals lfk,lfk:separate=true
     mercer eval converted --source my_text.jsonl
     ```
 
     Every converted layer learns, from the queries, keys and values of the original model, to reproduce its attention
-    output; all other weights are frozen. Prints the error of every layer on held-out text before and after, beside that
-    of a window alone, which costs nothing. A layer that did not get better stays as it was.
+    output behind the output projection; all other weights are frozen. Prints the error of every layer on held-out text
+    before and after, beside that of a window alone, which costs nothing. A layer that did not get better stays as it
+    was; with --rivals, which map is best is decided for each layer.
 
     Args:
         folder: what `mercer convert` wrote.
         source: text to align on: a corpus, a path or hf:NAME; its validation documents are held out.
+        rivals: mixers that every layer tries too, separated by commas, options as NAME:OPTION=VALUE; it takes the best.
         steps: batches to train on.
         learning_rate: of Adam at the start; it falls to a tenth.
         length: tokens in a window of text.
@@ -57,6 +60,7 @@ def align(
     path = model_folder(folder)
     if out is not None and out.exists():
         raise FileExistsError(f"{out} exists; give another --out, or leave it out to align the folder itself")
+    kinds = _kinds(rivals)
     data = _data(path, source, length, seed)
     import torch
     from rich.console import Console
@@ -82,6 +86,7 @@ def align(
         model,
         lambda index: data.train.batch(index, batch_size),
         spaced(data.validation, batch_size, windows),
+        rivals=kinds,
         steps=steps,
         learning_rate=learning_rate,
         first=min(sum(window_of(model)), length // 2) if first is None else first,
@@ -153,6 +158,18 @@ def _data(path: Path, source: str, length: int, seed: int) -> Any:
     return setup.load_data(config, seed, None)[1]
 
 
+def _kinds(rivals: str) -> list[tuple[str, dict[str, Any]]]:
+    """Read mixers as `mercer convert --mixer` does."""
+    from mercer.cli.training import with_mixer
+    from mercer.mixers import mixer_options
+    from mercer.train.recipe import tiny
+
+    chosen = [with_mixer(tiny(), spec).model for spec in rivals.split(",") if spec.strip()]
+    for model in chosen:
+        mixer_options(model.mixer)  # an unknown name is said before the model is loaded
+    return [(model.mixer, dict(model.mixer_options)) for model in chosen]
+
+
 def _is_fitted(model: Any, mode: str) -> bool:
     """Return whether a folder that is aligned again has its centres already, or could have none."""
     from mercer.hf.install import attached
@@ -171,7 +188,7 @@ def _table(found: Any) -> Any:
     for words in ("before", "after", near, "plain average"):
         table.add_column(words)
     for layer, before, after, window, uniform in found.rows():
-        word = " (kept)" if layer in found.kept else ""
+        word = " (kept)" if layer in found.kept else f" {found.exchanged[layer]}" if layer in found.exchanged else ""
         shown = [f"{value:.4g}" for value in (before, after, window, uniform)]
         better = f"[bold]{shown[1]}[/bold]" if after <= window else shown[1]
         table.add_row(layer, shown[0], better + word, *shown[2:])

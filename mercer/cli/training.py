@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,7 +84,7 @@ def train(
     """
     recipe = read_recipe(words, config, size, seed)
     out = out or Path("runs", f"{recipe.name}-{variant_name(recipe)}-s{recipe.seed}")
-    _set_threads(threads)
+    set_threads(threads)
     if dry_run:
         _print_estimate(recipe)
         return 0
@@ -92,7 +92,7 @@ def train(
 
     run = loop.train(recipe, out, resume=resume, overwrite=overwrite)
     if run.status == "interrupted":
-        return _interrupted(run)
+        return interrupted(run)
     if _is_main():
         print(f"{summary(run)}  {out}")
     return 0
@@ -164,8 +164,14 @@ def compare(
     return _compare(plan, processes=jobs, threads=threads, out=out)
 
 
-def read_recipe(words: Sequence[str], file: Path | None, size: str | None, seed: int | None) -> Recipe:
-    """Put a recipe together: the named one, the file over it, settings over that."""
+def read_recipe(
+    words: Sequence[str],
+    file: Path | None,
+    size: str | None,
+    seed: int | None,
+    start: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """Put a recipe together: the named one, the file and `start` over it, settings over that."""
     names, settings = config.parse_overrides(words, _OPTIONS)
     if len(names) > 1:
         raise ValueError(f"unexpected argument {names[1]!r}; settings are written --key value, as --optim.lr 1e-3")
@@ -174,7 +180,7 @@ def read_recipe(words: Sequence[str], file: Path | None, size: str | None, seed:
         values["name"] = config.named_recipe(names[0]).name
     if "name" not in values:
         raise ValueError("which recipe? give one (mercer list recipes), or --config FILE")
-    recipe = config.merge(config.from_dict(values), settings)
+    recipe = config.merge(config.merge(config.from_dict(values), start or {}), settings)
     dials: dict[str, Any] = {} if seed is None else {"seed": seed}
     return config.merge(recipe, dials | ({} if size is None else {"model": {"size": size}}))
 
@@ -236,14 +242,14 @@ def _compare(plan: list[Job], *, processes: int, threads: int | None, out: Path)
             print(f"[{len(done)}/{len(plan)}] {summary(outcome.run)}", flush=True)
 
     if processes == 1:
-        _set_threads(threads)
+        set_threads(threads)
         outcomes = train_in_turn(plan, report)
     else:
         threads = threads or max(1, (os.cpu_count() or 1) // processes)
         outcomes = train_side_by_side(plan, report, processes=processes, threads=threads)
-    interrupted = [outcome.run for outcome in outcomes if outcome.run.status == "interrupted"]
-    if interrupted or len(outcomes) < len(plan):
-        return _interrupted(interrupted[0] if interrupted else None)
+    stopped = [outcome.run for outcome in outcomes if outcome.run.status == "interrupted"]
+    if stopped or len(outcomes) < len(plan):
+        return interrupted(stopped[0] if stopped else None)
     if _is_main():
         _write_comparison([outcome.run for outcome in outcomes], out)
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
@@ -259,7 +265,7 @@ def _write_comparison(runs: list[Run], out: Path) -> None:
     print(write_report(runs, out, title=f"{runs[0].recipe}: attention mixers compared"))
 
 
-def _interrupted(run: Run | None) -> int:
+def interrupted(run: Run | None) -> int:
     words = [word for word in shlex.split(command_line()) if word != "--overwrite"]
     command = shlex.join(words if "--resume" in words else [*words, "--resume"])
     where = f"after step {run.steps}; a checkpoint is saved" if run else "before the next run began"
@@ -272,7 +278,7 @@ def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _set_threads(threads: int | None) -> None:
+def set_threads(threads: int | None) -> None:
     if threads is not None:
         if threads < 1:
             raise ValueError(f"threads ({threads}) must be at least 1")

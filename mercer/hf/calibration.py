@@ -306,5 +306,10 @@ def _carry_centers(model: Any) -> None:
 def _set_option(model: Any, name: str) -> None:
     """Let a saved model be built with an option it was not attached with."""
     spec = model.config.mercer
+    others = {
+        index: {**own, "options": {**own["options"], name: True}} for index, own in spec.get("by_layer", {}).items()
+    }
     model.config.mercer = {**spec, "options": {**spec["options"], name: True}}
+    if others:
+        model.config.mercer["by_layer"] = others
     model.mercer_description = dataclasses.replace(model.mercer_description, options=model.config.mercer["options"])

@@ -1,6 +1,8 @@
 """Put mixers into the attention layers of a model, and take them out again."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from mercer.hf.layers import (
     Layer,
     Summary,
     attention_dropout,
+    attention_layers,
     check_shared_keys,
     choose_layers,
     head_sizes,
@@ -30,7 +33,8 @@ def install(model: PreTrainedModel, spec: dict[str, Any]) -> list[Layer]:
 
     Args:
         model: a model whose attention layers have none yet.
-        spec: what the configuration keeps as `mercer`: mixer, options, layers, drop_softcap.
+        spec: what the configuration keeps as `mercer`: mixer, options, layers, drop_softcap; by_layer, where some
+            layers have another mixer.
 
     Returns:
         The layers that carry a mixer now.
@@ -48,10 +52,11 @@ def install(model: PreTrainedModel, spec: dict[str, Any]) -> list[Layer]:
             raise ValueError(f"{layer.name} is cross attention, which mixers cannot serve; choose a decoder-only model")
     for layer in chosen:
         _check_kernel_form(layer, drop_softcap)
-    mixers = [_build(layer, name, options) for layer in chosen]
+    kinds = [mixer_of(spec, layer.index) for layer in chosen]
+    mixers = [_build(layer, *kind) for layer, kind in zip(chosen, kinds, strict=True)]
     before = _implementation(model, chosen)
-    for layer, mixer in zip(chosen, mixers, strict=True):
-        _mount(layer, mixer, follows_scaling="scale" not in options, drop_softcap=drop_softcap, name=name)
+    for layer, mixer, (kind, own) in zip(chosen, mixers, kinds, strict=True):
+        _mount(layer, mixer, follows_scaling=_follows_scaling(mixer, own), drop_softcap=drop_softcap, name=kind)
         layer.module.config._attn_implementation = EAGER if before == "eager" else SDPA
     _initialise_projections(model, mixers)
     state: Any = model
@@ -59,7 +64,7 @@ def install(model: PreTrainedModel, spec: dict[str, Any]) -> list[Layer]:
     state.mercer_guards = guard(model, head=None if model.base_model is model else model)
     state.mercer_description = Summary(
         model=type(model).__name__,
-        mixer=name,
+        mixer=_named(kinds),
         options=options,
         converted=tuple(layer.name for layer in chosen),
         left=tuple((layer.name, layer.left or "") for layer in kept),
@@ -67,6 +72,68 @@ def install(model: PreTrainedModel, spec: dict[str, Any]) -> list[Layer]:
         added_parameters=sum(p.numel() for mixer in mixers for p in mixer.parameters()),
     )
     return chosen
+
+
+def mixer_of(spec: dict[str, Any], index: int) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of the mixer that a specification gives to a layer."""
+    own = spec.get("by_layer", {}).get(str(index), spec)
+    return own["mixer"], dict(own.get("options") or {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Rival:
+    """A mixer that could take the place of a layer's."""
+
+    name: str
+    options: dict[str, Any]
+    mixer: Mixer
+
+
+def new_mixer(model: Any, layer: str, name: str, options: Mapping[str, Any]) -> Rival:
+    """Return a mixer for an attention layer that has one, with as many of that one's options as it knows.
+
+    Args:
+        model: a model with mixers.
+        layer: the name of the attention module.
+        name: of the new mixer.
+        options: of its own, over those.
+
+    Raises:
+        ValueError: it does not know an option or refuses a value.
+    """
+    place = next(place for place in attention_layers(model) if place.name == layer)
+    old = mixer_of(model.config.mercer, place.index)[1]
+    known = mixer_options(name, **options)
+    options = {key: value for key, value in old.items() if key in known} | dict(options)
+    mixer = _build(place, name, options)
+    if _follows_scaling(mixer, options):
+        mixer.scale = float(place.module.scaling)
+    return Rival(name, options, mixer)
+
+
+def exchange_mixers(model: Any, chosen: Mapping[str, Rival]) -> None:
+    """Give attention layers that have mixers others, from `new_mixer`, and note them in the configuration.
+
+    Args:
+        model: a model with mixers, changed in place.
+        chosen: the new mixers, by the names of attention modules.
+    """
+    spec = dict(model.config.mercer)
+    by_layer = dict(spec.get("by_layer", {}))
+    for place in attention_layers(model):
+        if place.name in chosen:
+            rival = chosen[place.name]
+            by_layer[str(place.index)] = {"mixer": rival.name, "options": rival.options}
+            place.module.mixer = rival.mixer
+    model.config.mercer = spec | {"by_layer": by_layer}
+    kinds = [mixer_of(model.config.mercer, index) for index in spec["layers"]]
+    model.mercer_description = dataclasses.replace(model.mercer_description, mixer=_named(kinds))
+
+
+def _named(kinds: list[tuple[str, dict[str, Any]]]) -> str:
+    """Return the names of the mixers of a model, the most frequent first."""
+    counts = Counter(name for name, _ in kinds)
+    return " and ".join(name for name, _ in counts.most_common())
 
 
 def uninstall(model: PreTrainedModel) -> None:
@@ -125,10 +192,13 @@ def _build(layer: Layer, name: str, options: dict[str, Any]) -> Mixer:
     return mixer.to(device=device, dtype=dtype).train(layer.module.training)
 
 
+def _follows_scaling(mixer: Mixer, options: dict[str, Any]) -> bool:
+    """Return whether the model's own factor takes the place of D^-1/2; a map of another kernel keeps its own."""
+    return "scale" not in options and abs(mixer.scale * mixer.head_dim**0.5 - 1.0) < 1e-6
+
+
 def _mount(layer: Layer, mixer: Mixer, *, follows_scaling: bool, drop_softcap: bool, name: str) -> None:
     module: Any = layer.module
-    # A mixer whose own factor is not D^-1/2 (a map of another kernel) keeps it, whatever the model's was.
-    follows_scaling = follows_scaling and abs(mixer.scale * mixer.head_dim**0.5 - 1.0) < 1e-6
     if follows_scaling:
         mixer.scale = float(module.scaling)
     module.mixer, module.mercer_call = mixer, None

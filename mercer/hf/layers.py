@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mercer.errors import unknown
@@ -64,6 +64,16 @@ def attention_layers(model: PreTrainedModel) -> list[Layer]:
         index = getattr(module, "layer_idx", None)
         layers.append(Layer(name, order if index is None else index, module, _reason_to_leave(module, decodes)))
     return layers
+
+
+# The projection after the mixer, by the names the families of transformers give it; all others come before it.
+_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "proj")
+
+
+def output_projection(module: Any) -> Any | None:
+    """Return the linear map of an attention module that the mixer's output goes through; None if it is elsewhere."""
+    found = (getattr(module, name, None) for name in _OUTPUTS)
+    return next((part for part in found if isinstance(getattr(part, "weight", None), Tensor)), None)
 
 
 def is_causal(module: Any) -> bool:

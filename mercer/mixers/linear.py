@@ -31,7 +31,10 @@ def mix(mixer: Any, q, k, v, mask, segments, state: Any):
     refuse_state(mixer, state)
     root = root_scale(mixer)
     mask, segments = marks_of_new(q.shape[2], mask, segments, state)
-    same = q is k and not mixer.center  # queries that are their own keys have their features
+    key_map = mixer.features if mixer.key_features is None else mixer.key_features
+    same = (
+        q is k and not mixer.center and key_map is mixer.features
+    )  # queries that are their own keys have their features
     q, k = (ops.zero_padding(t, mask) for t in (q, k))  # a NaN there would reach the map's own gradients
     if mixer.center:
         k = k - mixer.key_center[:, None].to(k.dtype)
@@ -42,7 +45,7 @@ def mix(mixer: Any, q, k, v, mask, segments, state: Any):
         return mixer.features(root * q)
 
     def k_features(k):
-        log_phi = mixer.features(root * k)
+        log_phi = key_map(root * k)
         if not mixer.center:
             return log_phi
         b, k = (t.to(log_phi.dtype) for t in (mixer.query_center, k))
@@ -59,8 +62,8 @@ def mix(mixer: Any, q, k, v, mask, segments, state: Any):
     return o, state if mixer.causal else None
 
 
-def add_near_field(mixer: Any, window: int, sinks: int, center: bool) -> None:
-    """Give a mixer of features its near field and its centres."""
+def add_near_field(mixer: Any, window: int, sinks: int, center: bool, key_features: FeatureMap | None = None) -> None:
+    """Give a mixer of features its near field, its centres and, if keys have one of their own, their map."""
     for name, size in (("window", window), ("sinks", sinks)):
         if size < 0:
             raise ValueError(f"{name} ({size}) must be at least 0")
@@ -75,6 +78,7 @@ def add_near_field(mixer: Any, window: int, sinks: int, center: bool) -> None:
             f"window ({window}) and sinks ({sinks}) must be 0 with causal=False: the near field is counted back in time"
         )
     mixer.window, mixer.sinks, mixer.center = window, sinks, center
+    mixer.key_features = key_features
     for name, value in centers(mixer).items():
         mixer.register_buffer(name, value.to(torch.get_default_device()))
 
@@ -166,6 +170,8 @@ class Lfk(Mixer):
 
     Args:
         num_features: features m of a head.
+        separate: give keys directions of their own, which start where those of queries do: a kernel need not treat the
+            two alike, and their vectors seldom look alike.
         window: keys at a distance below it count exactly.
         sinks: so do the first keys of a document.
         center: carry centres of keys and queries, zero until `set_centers`.
@@ -179,12 +185,19 @@ class Lfk(Mixer):
     """
 
     def __init__(
-        self, *, num_features: int = 256, window: int = 0, sinks: int = 0, center: bool = False, **options: Any
+        self,
+        *,
+        num_features: int = 256,
+        separate: bool = False,
+        window: int = 0,
+        sinks: int = 0,
+        center: bool = False,
+        **options: Any,
     ):
         own, sizes = split_options("lfk", options)
         super().__init__(**sizes)
-        self.features = own_features(self, "lfk", num_features, own)
-        add_near_field(self, window, sinks, center)
+        self.features, keys = (own_features(self, "lfk", num_features, own) for _ in range(2))
+        add_near_field(self, window, sinks, center, keys if separate else None)
 
     @classmethod
     def options(cls, **chosen):

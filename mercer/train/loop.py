@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 from mercer.data import Batch, PackedSplit
-from mercer.evaluate.perplexity import Evaluation, evaluate, forward, token_losses
-from mercer.train import record, results, setup
+from mercer.evaluate.perplexity import Evaluation, evaluate, forward
+from mercer.train import record, results, setup, tuning
 from mercer.train.distribution import World, distribute, gradients_shared
 from mercer.train.folder import RunFolder
 from mercer.train.optimiser import build_optimiser
@@ -81,7 +81,7 @@ class Session(Phase):
         *,
         overwrite: bool,
     ):
-        self.cache_dir = cache_dir
+        self.cache_dir, self.measures = cache_dir, {}
         self.label = f"{recipe.model.mixer} seed {recipe.seed}"
         super().__init__(recipe, folder, world, console, overwrite=overwrite)
 
@@ -94,11 +94,17 @@ class Session(Phase):
         self.note = self.data.note
 
     def build(self) -> Any:
+        tune, self.teacher = self.recipe.tune, None
+        if tune.folder is not None:
+            model = tuning.start(tune, self.world.device)
+            self.teacher = tuning.teacher_of(model) if tune.teacher > 0 else None
+            return model.train()
         return setup.build_model(self.recipe, self.tokenizer, self.world.device).train()
 
     def prepare(self) -> torch.optim.Optimizer:
         self.wrapped = distribute(self.model, self.world, shard=self.recipe.train.shard)
-        return build_optimiser(self.model, self.recipe.optim)
+        tune = self.recipe.tune
+        return build_optimiser(self.model, self.recipe.optim, tune.mixer_lr_factor if tune.folder else 1.0)
 
     def take_step(self) -> dict[str, Any]:
         train = self.recipe.train
@@ -112,7 +118,11 @@ class Session(Phase):
         }
 
     def evaluate(self) -> Evaluation:
-        return self._evaluate(self.recipe.train.final_eval_windows)
+        windows = self.recipe.train.final_eval_windows
+        if self.recipe.tune.folder is not None:
+            tuning.merge(self.model)
+            self.measures = tuning.beside(self.recipe.tune, self.world.device, lambda m: self._evaluate(windows, m))
+        return self._evaluate(windows)
 
     def make_run(self, status: record.Status, evaluation: Evaluation | None) -> record.Run:
         return results.make_run(
@@ -124,6 +134,7 @@ class Session(Phase):
             parameters=self.parameters,
             position=self.position,
             rows=self.folder.rows() if self.world.is_main else [],
+            measures=self.measures,
         )
 
     def _gradients(self) -> float:
@@ -139,20 +150,27 @@ class Session(Phase):
             with gradients_shared(self.wrapped, last=number == len(batches)):
                 with self._autocast():
                     logits = forward(self.wrapped, batch)
-                loss = token_losses(logits, batch.labels.to(logits.device)).sum() / predicted.item()
+                    taught = self._taught(batch)
+                labels = batch.labels.to(logits.device)
+                share = 0.0 if self.teacher is None else self.recipe.tune.teacher
+                loss = tuning.losses(logits, taught, labels, share).sum() / predicted.item()
                 (loss * self.world.size).backward()  # DDP and FSDP average over processes; this is a sum
             total += loss.detach().cpu()
         self.world.sum(total)
         return total.item()
 
+    @torch.no_grad()
+    def _taught(self, batch: Batch) -> torch.Tensor | None:
+        return None if self.teacher is None else forward(self.teacher, batch)
+
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         bf16 = self.recipe.train.precision == "bf16"
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=bf16)
 
-    def _evaluate(self, windows: int | None) -> Evaluation:
+    def _evaluate(self, windows: int | None, model: Any = None) -> Evaluation:
         batches = spaced(self.data.validation, self.recipe.train.batch_size, windows, self.world)
         with self._autocast():
-            return evaluate(self.wrapped, batches, reduce=self.world.sum)
+            return evaluate(self.wrapped if model is None else model, batches, reduce=self.world.sum)
 
 
 def spaced(split: PackedSplit, batch_size: int, windows: int | None, world: World | None = None) -> Iterator[Batch]:

@@ -29,22 +29,32 @@ def decays(name: str, parameter: nn.Parameter, module: nn.Module) -> bool:
     return parameter.ndim >= 2 and not own and not isinstance(module, nn.Embedding)
 
 
-def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict]:
-    """Split the trained parameters into those that decay and those that do not; each once, tied ones too."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+def parameter_groups(model: nn.Module, config: OptimConfig, mixer_lr_factor: float = 1.0) -> list[dict]:
+    """Split the trained parameters into those that decay and those that do not; each once, tied ones too.
+
+    With a `mixer_lr_factor`, both are split again: the mixers' own step that much further (`lr_factor` of a group).
+    """
     modules = dict(model.named_modules())
-    holder = {name: modules[name.rpartition(".")[0]] for name, _ in named}
-    decayed = {name for name, p in named if decays(name, p, holder[name])}
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {(True, False): [], (False, False): []}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            fast = mixer_lr_factor != 1.0 and "mixer" in name.split(".")
+            groups.setdefault((decays(name, p, modules[name.rpartition(".")[0]]), fast), []).append(p)
     return [
-        {"params": [p for name, p in named if name in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+        {
+            "params": params,
+            "weight_decay": config.weight_decay if decayed else 0.0,
+            "lr_factor": mixer_lr_factor if fast else 1.0,
+        }
+        for (decayed, fast), params in groups.items()
     ]
 
 
-def build_optimiser(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Return AdamW over the two groups; the learning rate is set at every step."""
+def build_optimiser(model: nn.Module, config: OptimConfig, mixer_lr_factor: float = 1.0) -> torch.optim.AdamW:
+    """Return AdamW over these groups; the learning rate is set at every step."""
     assert config.lr is not None
-    return torch.optim.AdamW(parameter_groups(model, config), lr=config.lr, betas=config.betas, fused=True)
+    groups = parameter_groups(model, config, mixer_lr_factor)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:

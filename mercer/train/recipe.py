@@ -106,6 +106,22 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class TuneConfig:
+    """Where a finetuning starts, what of the model learns, and what from."""
+
+    folder: str | None = None  # a converted model; null: train a model of `model.size` from scratch
+    parameters: Literal["all", "attention", "mixers", "lora"] = "attention"
+    teacher: float = 1.0  # share of the loss that follows the model's own softmax; the rest follows the text
+    mixer_lr_factor: float = 30.0  # how much faster than the rest the mixers' own parameters learn
+    rank: int = 16  # of the updates of lora
+
+    def __post_init__(self):
+        need(0 <= self.teacher <= 1, "tune.teacher", self.teacher, "is a share of the loss: it must lie in [0, 1]")
+        need(self.mixer_lr_factor > 0, "tune.mixer_lr_factor", self.mixer_lr_factor, "must be above 0")
+        need(self.rank >= 1, "tune.rank", self.rank, "must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """One training run, whole: two runs with equal recipes on the same machine give equal losses."""
 
@@ -114,6 +130,7 @@ class Recipe:
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+    tune: TuneConfig = TuneConfig()
     seed: int = 0
 
     @property
@@ -158,6 +175,17 @@ def small() -> Recipe:
         model=ModelConfig(size="small"),
         optim=OptimConfig(warmup=0.02),
         train=TrainConfig(steps=5000, batch_size=32, eval_every=250),
+    )
+
+
+def finetune() -> Recipe:
+    """Finetune a converted model, to predict what it did with its own softmax: `mercer finetune DIR --source TEXT`."""
+    return Recipe(
+        name="finetune",
+        data=DataConfig(source="python-docs", length=512, max_bytes=50_000_000),
+        model=ModelConfig(size="pretrained"),
+        optim=OptimConfig(lr=1e-4, weight_decay=0.0, warmup=0.1),
+        train=TrainConfig(steps=200, batch_size=1, eval_every=50, eval_windows=4, final_eval_windows=8),
     )
 
 
@@ -211,6 +239,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "demo": demo,
     "tiny": tiny,
     "small": small,
+    "finetune": finetune,
     "cubit-125m": cubit_125m,
     "cubit-350m": cubit_350m,
     "cubit-1.3b": cubit_1_3b,

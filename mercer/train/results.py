@@ -27,6 +27,7 @@ def make_run(
     parameters: int,
     position: Position,
     rows: list[dict[str, Any]],
+    measures: dict[str, Any],
 ) -> record.Run:
     """Put together what results.json holds of a language model."""
     return run_record(
@@ -42,6 +43,7 @@ def make_run(
         bits_per_byte=evaluation and evaluation.bits_per_byte,
         perplexity=evaluation and evaluation.perplexity,
         loss_by_position=[list(bucket) for bucket in evaluation.loss_by_position] if evaluation else [],
+        measures=measures,
     )
 
 

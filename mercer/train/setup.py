@@ -24,6 +24,10 @@ def resolve(recipe: Recipe) -> Recipe:
         ValueError: an unknown size, mixer or mixer option, a value the mixer refuses, or widths that do not divide.
     """
     model = recipe.model
+    if recipe.tune.folder is not None:  # the folder decides the model
+        return recipe
+    if recipe.name == "finetune":
+        raise ValueError("tune.folder is not set; give the converted model: mercer finetune DIR")
     if model.size not in SIZES:
         raise unknown("size", model.size, SIZES)
     size = model_size(model)

@@ -65,7 +65,8 @@ def test_the_lesson_is_the_original_model_layer_by_layer():
     for (name, layer), row in zip(attached(model), table, strict=True):
         q, k, v = seen[name]
         exact = mercer.ops.softmax_attention(q, k, v)
-        expected = (layer.mixer(q, k, v)[0] - exact).square().sum() / exact.square().sum()
+        heard, wanted = (layer.o_proj(o.transpose(1, 2).flatten(2)) for o in (layer.mixer(q, k, v)[0], exact))
+        expected = (heard - wanted).square().sum() / wanted.square().sum()
         assert row.error == pytest.approx(expected.item(), rel=1e-3)
 
 
@@ -77,6 +78,29 @@ def test_a_layer_that_gets_worse_keeps_what_it_had():
     assert found.kept == ("model.layers.0.self_attn", "model.layers.1.self_attn")
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert found.after == found.before
+
+
+def test_every_layer_takes_the_best_rival_and_the_choice_is_saved(tmp_path):
+    torch.manual_seed(3)
+    model = mercer.attach(llama(), "darkformer", num_features=16, window=4, sinks=1)
+    mercer.calibrate(model, HELDOUT, mode="center")
+    kinds = [("lfk", {"separate": True, "num_features": 64}), ("window", {})]
+    found = align(model, text, HELDOUT, rivals=kinds, steps=15, first=6)
+    assert set(found.exchanged) | set(found.kept) <= {name for name, _ in attached(model)}
+    assert "lfk:separate=True:num_features=64" in found.exchanged.values()  # four times the features
+    for old, new in zip(found.before.layers, found.after.layers, strict=True):
+        assert new.error <= old.error
+    for name, layer in attached(model):
+        if found.exchanged.get(name, "").startswith("lfk"):
+            assert (layer.mixer.window, layer.mixer.sinks, layer.mixer.center) == (4, 1, True)
+            assert not torch.equal(layer.mixer.key_features.omega, layer.mixer.features.omega)
+            assert layer.mixer.key_center.abs().sum() > 0
+    model.save_pretrained(tmp_path / "saved")
+    again = mercer.load(tmp_path / "saved")
+    assert torch.equal(again(HELDOUT[0]).logits, model(HELDOUT[0]).logits)
+    assert "lfk" in str(again.mercer_summary())
+    once_more = align(again, text, HELDOUT, steps=2, first=6)
+    assert [row.error for row in once_more.before] == pytest.approx([row.error for row in found.after])
 
 
 def test_refusals():
@@ -114,6 +138,8 @@ def test_the_command_line_aligns_measures_and_evaluates(converted, tmp_path, cap
     settings = ["--source", file, "--length", "48", "--windows", "4"]
     assert main(["align", folder, *settings, "--steps", "12", "--batch-size", "2", "--out", str(tmp_path / "a")]) == 0
     said = capsys.readouterr().out
+    assert main(["align", folder, *settings, "--rivals", "lfk:separat=true"]) == 2
+    assert "separat" in capsys.readouterr().err
     for words in ("step 12 of 12", "window 8+2", "plain average", "before", "after"):
         assert words in said
     aligned = mercer.load(tmp_path / "a")
