@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mercer.ops.checks import full_precision
 from mercer.ops.linear_chunks import Keys, Piece, plan
-from mercer.ops.linear_passes import (
+from mercer.ops.linear_pieces import (
     Part,
     Problem,
     advance_,
