@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from mercer.cli.benches import whole_numbers
+
 
 def generate(
     folder: Path,
@@ -72,6 +74,7 @@ def evaluate_model(
     source: str | None = None,
     length: int | None = None,
     windows: int | None = None,
+    recall: str | None = None,
     tasks: str | None = None,
     limit: int | None = None,
     shots: int | None = None,
@@ -89,7 +92,7 @@ def evaluate_model(
     ```
     mercer eval runs/tiny-cubit-s0
     mercer eval runs/tiny-cubit-s0 --source other_text.txt --length 1024
-    mercer eval my_model_folder --source python-docs --json
+    mercer eval my_model_folder --source python-docs --recall 32,128,512
     mercer eval my_model_folder --tasks arc_easy,./my_task.yaml --limit 100 --shots 5
     ```
 
@@ -98,6 +101,7 @@ def evaluate_model(
         source: a corpus, a path or hf:NAME, whose validation documents are read; the run's own by default.
         length: tokens in a window; the run's own by default, else 512.
         windows: how many windows, evenly spaced; all by default.
+        recall: distances in tokens, between commas: the model reads a number once and is asked for it after so many.
         tasks: names of the harness and paths of task files, between commas.
         limit: questions of each task; all by default.
         shots: solved examples before each question; each task's own number by default.
@@ -106,10 +110,11 @@ def evaluate_model(
         json: print one JSON object instead of a table.
     """
     path = model_folder(folder)
-    text_options = {"--source": source, "--length": length, "--windows": windows}
+    text_options = {"--source": source, "--length": length, "--windows": windows, "--recall": recall}
     _refuse(text_options if tasks is not None else {"--limit": limit, "--shots": shots}, with_tasks=tasks is not None)
     if tasks is not None:
         return _evaluate_tasks(path, tasks, limit, shots, batch_size, threads, as_json=json)
+    distances = whole_numbers("recall", recall) if recall else []
     data, seed = _data_config(folder, path, source, length)
     import torch
 
@@ -121,10 +126,18 @@ def evaluate_model(
     if threads is not None:
         torch.set_num_threads(threads)
     model = load(path)
-    _, packed = setup.load_data(data, seed, None)
+    tokenizer, packed = setup.load_data(data, seed, None)
     found = evaluate(model, spaced(packed.validation, batch_size, windows))
-    _print_evaluation(found, as_json=json)
+    _print_evaluation(found, _recalled(model, tokenizer, packed.validation, distances), as_json=json)
     return 0
+
+
+def _recalled(model: Any, tokenizer: Any, split: Any, distances: list[int]) -> list[Any]:
+    from mercer.evaluate.recall import filler_of, recall
+
+    if not distances:
+        return []
+    return recall(model, tokenizer, filler_of(split.sequential(8), tokenizer, 4 * max(distances) + 64), distances)
 
 
 def _refuse(options: dict[str, Any], *, with_tasks: bool) -> None:
@@ -200,12 +213,12 @@ def _data_config(folder: Path, path: Path, source: str | None, length: int | Non
     return dataclasses.replace(data, **changes | ({} if length is None else {"length": length})), seed
 
 
-def _print_evaluation(found: Any, *, as_json: bool) -> None:
+def _print_evaluation(found: Any, recalled: list[Any], *, as_json: bool) -> None:
     import dataclasses
     import json
 
     if as_json:
-        print(json.dumps(dataclasses.asdict(found)))
+        print(json.dumps(dataclasses.asdict(found) | {"recall": [dataclasses.asdict(row) for row in recalled]}))
         return
     from rich.console import Console
     from rich.table import Table
@@ -218,6 +231,12 @@ def _print_evaluation(found: Any, *, as_json: bool) -> None:
     for start, end, loss, tokens in found.loss_by_position:
         table.add_row(f"{start} to {end - 1}", f"{loss:.4f}", f"{tokens:,}")
     Console().print(table)
+    if recalled:
+        print("recall of a number, read once and asked for after so many tokens:")
+        table = Table("distance", "recalled", "loss")
+        for row in recalled:
+            table.add_row(str(row.distance), f"{row.accuracy:.0%} of {row.trials}", f"{row.loss:.3f}")
+        Console().print(table)
 
 
 def _print_tasks(found: list[Any], *, as_json: bool) -> None:

@@ -3,6 +3,7 @@
 from mercer.evaluate.classification import ClassificationScores, Reliability, Score, classification_scores, reliability
 from mercer.evaluate.harness import TaskScore, evaluate_tasks, harness_model
 from mercer.evaluate.perplexity import Evaluation, evaluate, token_losses
+from mercer.evaluate.recall import Recall, recall
 from mercer.evaluate.robustness import (
     RobustnessRow,
     add_typos,
@@ -15,6 +16,7 @@ from mercer.evaluate.robustness import (
 __all__ = [
     "ClassificationScores",
     "Evaluation",
+    "Recall",
     "Reliability",
     "RobustnessRow",
     "Score",
@@ -27,6 +29,7 @@ __all__ = [
     "flip_labels",
     "harness_model",
     "perturb",
+    "recall",
     "reliability",
     "robustness_curve",
     "token_losses",

@@ -155,7 +155,10 @@ def test_the_command_line_aligns_measures_and_evaluates(converted, tmp_path, cap
     assert main(["align", str(tmp_path / "a"), *settings, "--steps", "2", "--calibrate", "none"]) == 0
     assert main(["kernel-error", str(tmp_path / "a"), *settings, "--first", "10"]) == 0
     assert "window 8+2" in capsys.readouterr().out
-    assert main(["eval", str(tmp_path / "a"), *settings]) == 0
+    assert main(["eval", str(tmp_path / "a"), *settings, "--recall", "30,45"]) == 0
+    said = capsys.readouterr().out
+    assert "asked for after so many tokens" in said
+    assert "% of 20" in said
     assert not list(tmp_path.glob(".a*"))
     assert main(["align", folder, *settings, "--out", str(tmp_path / "a")]) == 2
     assert "exists; give another --out" in capsys.readouterr().err
