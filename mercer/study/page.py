@@ -36,11 +36,12 @@ class Table:
         """Return the table for `rich.console.Console.print`; one that is too wide is broken between columns."""
         cells = [self.header, *self.rows]
         sizes = [2 + max(len(row[number]) for row in cells) for number in range(len(self.header))]
-        blocks, room = [[0]], width - sizes[0]
-        for number, size in enumerate(sizes[1:], start=1):
-            if size > room and len(blocks[-1]) > 1:
-                blocks.append([0])
-                room = width - sizes[0]
+        lead = [number for number in range(len(sizes)) if set(range(number + 1)) <= set(self.text_columns)] or [0]
+        blocks, room = [list(lead)], width - sum(sizes[: len(lead)])
+        for number, size in list(enumerate(sizes))[len(lead) :]:
+            if size > room and len(blocks[-1]) > len(lead):
+                blocks.append(list(lead))  # the words that name a row stand in every block
+                room = width - sum(sizes[: len(lead)])
             blocks[-1].append(number)
             room -= size
         parts = [Text(self.title, style="bold"), *map(self._block, blocks)]

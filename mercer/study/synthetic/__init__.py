@@ -27,7 +27,11 @@ NOTES = (
     "are one observation rather than several. So are those of the highest levels, where labels are coin tosses.",
     "The l1 ball that the particles stay in favours features of few inputs, and the task is of that kind.",
     "Every particle takes the phase that agrees best with the training labels; so does the untrained control.",
-    "Run times are of one thread each, as many at a time as there were jobs; read their exponents, not their seconds.",
+    "Verdicts are not corrected for how many there are: of twenty comparisons without any effect one is expected to be "
+    "called better or worse. Where the sign of the signal is itself at chance, that is what such a verdict is.",
+)
+TIME_NOTE = (
+    "Run times are of one thread each, as many at a time as there were jobs; read their exponents, not their seconds."
 )
 
 
@@ -80,6 +84,6 @@ def run_synthetic(
         findings=tables.findings(trials, settings),
         tables=[table for table in shown if table.rows],
         figures=figures.figures(trials, settings),
-        notes=NOTES,
+        notes=(*NOTES, *((TIME_NOTE,) if "time" in settings.parts else ())),
         console=console,
     )
