@@ -90,6 +90,118 @@ def synthetic(
     return 0
 
 
+@study.command
+def darkformer(
+    model: str,
+    /,
+    *,
+    source: str = "python-docs",
+    layers: str = "all",
+    steps: int = 24,
+    length: int = 256,
+    learning_rate: float = 1e-4,
+    num_features: int = 128,
+    align_steps: int = 24,
+    windows: int = 4,
+    seeds: int = 1,
+    first_seed: int = 0,
+    budget: float = 40.0,
+    jobs: int = 1,
+    threads: int | None = None,
+    parts: str = "methods,full,features,rates",
+    methods: str | None = None,
+    features: str = "64,128,256",
+    rates: str = "3e-5,1e-4,3e-4,1e-3,3e-3,1e-2,3e-2",
+    distances: str = "32,192",
+    out: Path = Path("runs/study-darkformer"),
+    resume: bool = False,
+    overwrite: bool = False,
+) -> int:
+    """Ask what a pretrained model loses with other attention, and wins back by finetuning: `mercer study darkformer`.
+
+    Exact softmax, DARKFormer (as it is, whitened, with a near field, aligned and taught), Performer, LFK, a window
+    alone, the plain average and random weights take the attention's place in the same model and are finetuned for the
+    same steps on the same text. Held-out loss and next-token accuracy on the way, and recall of a number that lies
+    beyond the window.
+
+    **Examples**
+
+    ```
+    mercer study darkformer SmolLM2-135M-Instruct.Q4_1.gguf
+    mercer study darkformer my_llama --source my_text.jsonl --steps 200 --seeds 3 --budget 600
+    mercer study darkformer my_gemma --layers global --parts methods --methods "softmax;window;darkformer, near"
+    mercer study darkformer my_llama --resume
+    ```
+
+    **Parts**
+
+    * `methods`: q, k, v and the mixers' own parameters learn, as in the paper's partial finetuning
+    * `full`: all parameters learn
+    * `features`: DARKFormer and Performer by number of features
+    * `rates`: DARKFormer and Performer under seven learning rates, with the number of loss spikes
+
+    Writes report.html, tables.md, figures/, trials.jsonl and study.json. Ctrl-C keeps every finished trial and prints
+    the command to go on.
+
+    Args:
+        model: a folder of transformers, a GGUF file, or a hub name.
+        source: text to finetune and measure on: a corpus, a path or hf:NAME.
+        layers: all, global (those with full attention), or numbers as 3,5,7.
+        steps: of finetuning, of one window each; a multiple of 4.
+        length: tokens in a window.
+        learning_rate: its peak, in all parts but rates.
+        num_features: features of a head, in all parts but features.
+        align_steps: of attention transfer, for the method that is aligned.
+        windows: held-out windows.
+        seeds: how many; a standard error needs 3.
+        first_seed: the others follow.
+        budget: minutes in all; what does not fit is left out, and the page says what.
+        jobs: trials at a time, a process each; every one holds the model up to three times.
+        threads: CPU threads of each.
+        parts: what to run, separated by commas.
+        methods: names separated by semicolons, as some have a comma.
+        features: numbers of features, for features.
+        rates: learning rates, for rates.
+        distances: tokens between a number and its recall.
+        out: the folder.
+        resume: go on with the trials in the folder.
+        overwrite: forget the trials in the folder.
+    """
+    from mercer.hf.source import find_source
+
+    find_source(model)
+    from mercer.study.darkformer import Settings, run_darkformer
+    from mercer.study.darkformer.design import METHODS
+
+    settings = Settings(
+        model=model,
+        source=source,
+        layers=layers,
+        methods=tuple(METHODS) if methods is None else tuple(name.strip() for name in methods.split(";")),
+        parts=tuple(name.strip() for name in parts.split(",")),
+        steps=steps,
+        length=length,
+        learning_rate=learning_rate,
+        num_features=num_features,
+        features=tuple(whole_numbers("features", features)),
+        rates=numbers("rates", rates),
+        align_steps=align_steps,
+        windows=windows,
+        distances=tuple(whole_numbers("distances", distances)),
+    )
+    run_darkformer(
+        settings,
+        out,
+        seeds=range(first_seed, first_seed + seeds),
+        budget_minutes=budget,
+        jobs=jobs,
+        threads=threads,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    return 0
+
+
 def numbers(option: str, text: str) -> tuple[float, ...]:
     """Read numbers separated by commas.
 

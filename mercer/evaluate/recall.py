@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_PLACES = ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Delhi", "Seoul", "Perth", "Milan", "Kyoto", "Tunis", "Accra", "Dakar")
+_PLACES = ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Delhi", "Seoul", "Perth", "Milan", "Kyoto", "Tunis", "Accra")
 
 
 @dataclasses.dataclass(frozen=True)
