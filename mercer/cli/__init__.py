@@ -15,6 +15,7 @@ from cyclopts import App, CycloptsError, Parameter
 from mercer import __version__
 from mercer.cli.align import align, kernel_error
 from mercer.cli.benches import ops, peers, state
+from mercer.cli.classifiers import align_recipe, finetune_recipe, is_classifier
 from mercer.cli.convert import convert
 from mercer.cli.finetune import finetune
 from mercer.cli.models import evaluate_model, generate
@@ -46,6 +47,8 @@ app.command(compare, usage=f"mercer compare {_SETTINGS}")
 app.command(convert)
 app.command(align)
 app.command(finetune, usage="mercer finetune DIR [--KEY VALUE ...] [OPTIONS]")
+app.command(align_recipe, name="align-classifier", show=False, usage=f"mercer align {_SETTINGS}")
+app.command(finetune_recipe, name="finetune-classifier", show=False, usage=f"mercer finetune {_SETTINGS}")
 app.command(kernel_error)
 app.command(generate)
 app.command(evaluate_model, name="eval")
@@ -65,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             filter_warnings()
             words = sys.argv[1:] if arguments is None else list(arguments)
-            code = app(words, exit_on_error=False, print_error=False, result_action="return_value")
+            code = app(_route(words), exit_on_error=False, print_error=False, result_action="return_value")
         if "RANK" in os.environ:
             from mercer.train.distribution import leave
 
@@ -79,6 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _say(_missing(error), 1)
     except (RuntimeError, ArithmeticError, OSError, ImportError, MemoryError) as error:
         return _say(error, 1)
+
+
+def _route(words: list[str]) -> list[str]:
+    """Send `align` and `finetune`, which take a folder, to the command with other options where a recipe is named."""
+    if len(words) > 1 and words[0] in ("align", "finetune") and is_classifier(words[1]):
+        return [f"{words[0]}-classifier", *words[1:]]
+    return words
 
 
 def _say(error: BaseException | str, code: int) -> int:

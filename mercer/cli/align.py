@@ -29,6 +29,9 @@ def align(
 ) -> int:
     """Teach the mixers of a converted model to attend as its softmax did: `mercer align DIR --source TEXT`.
 
+    With the name of a classifier's recipe in place of DIR, let its features learn from labels:
+    `mercer align text-classifier --help`.
+
     **Examples**
 
     ```
