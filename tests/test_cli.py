@@ -15,8 +15,10 @@ import pytest
 
 from mercer.cli import main
 from mercer.cli import runs as side_by_side
+from mercer.cli.finetune import finetune
 from mercer.cli.training import train
 from mercer.train import checkpoint, config, loop
+from mercer.train.recipe import Recipe
 from mercer.train.record import read_runs
 
 NANO = (
@@ -72,8 +74,8 @@ def test_help_needs_no_torch_and_is_quick():
 
 
 def test_help_names_every_setting():
-    told = train.__doc__
-    for key in config.KEYS:
+    for key in config.keys_of(Recipe):
+        told = (finetune if key.startswith("tune.") else train).__doc__
         assert f"`{key.replace('_', '-')}" in told.replace("mixer-options.NAME", "mixer-options")
 
 

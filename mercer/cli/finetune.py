@@ -41,9 +41,10 @@ def finetune(
     Prints the perplexity beside that of the model before and of the original on the same held-out windows. All settings
     of `mercer train` can be given, and:
 
-    * `tune.parameters` attention: q, k, v and the mixers' own; mixers: these alone; lora: updates of low rank to q, k
-      and v (`tune.rank`), merged at the end; all
-    * `tune.mixer-lr-factor` how much faster than the rest the mixers' own parameters learn
+    * `tune.parameters` attention: q, k, v and the mixers' own; mixers: these alone; lora: updates to q, k and v of rank
+      `tune.rank`, merged at the end; all
+    * `tune.teacher` share of the loss that follows the softmax; `tune.mixer-lr-factor` how much faster than the rest the
+      mixers' own parameters learn; `tune.folder` is DIR
 
     Ctrl-C saves a checkpoint and prints the command to go on.
 
