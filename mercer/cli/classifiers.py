@@ -182,7 +182,8 @@ def default_folder(recipe: ClassifierRecipe, phase: str) -> Path:
     >>> default_folder(CLASSIFIERS["text-classifier"](), "align").name
     'text-classifier-softplus-align-s0'
     """
-    what = recipe.model.mixer_options.get("features", recipe.model.mixer)
+    mixer = recipe.model.mixer
+    what = recipe.model.mixer_options.get("features", "softplus" if mixer == "particle" else mixer)
     return Path("runs", f"{recipe.name}-{what}-{phase}-s{recipe.seed}")
 
 

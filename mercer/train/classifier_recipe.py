@@ -33,7 +33,7 @@ class LabelledConfig:
 class ClassifierModel:
     """A BERT skeleton with a mixer; the defaults are the Coulomb paper's."""
 
-    mixer: str = "particle"
+    mixer: str = "particle"  # by default with features softplus, 256 of them; no options here: other mixers have none
     mixer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     hidden_size: int = 128
     num_layers: int = 2
@@ -134,10 +134,7 @@ def text_classifier() -> ClassifierRecipe:
     `mercer align text-classifier --data.source DATA`, then `mercer finetune text-classifier --from RUN`. The tokenizer
     is trained on the texts where the paper takes that of bert-base-uncased: `--data.tokenizer FOLDER`.
     """
-    return ClassifierRecipe(
-        name="text-classifier",
-        model=ClassifierModel(mixer_options={"features": "softplus", "num_features": 256}),
-    )
+    return ClassifierRecipe(name="text-classifier")
 
 
 def tiny_classifier() -> ClassifierRecipe:
@@ -146,7 +143,6 @@ def tiny_classifier() -> ClassifierRecipe:
         name="tiny-classifier",
         data=LabelledConfig(tokenizer="bpe:1024", length=32),
         model=ClassifierModel(
-            mixer_options={"features": "softplus", "num_features": 16},
             hidden_size=32,
             num_heads=2,
             intermediate_size=64,

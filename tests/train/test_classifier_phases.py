@@ -239,7 +239,7 @@ def test_the_text_classifier_is_the_paper_s():
     sizes = (model.num_layers, model.hidden_size, model.num_heads, model.intermediate_size, recipe.data.length)
     assert sizes == (2, 128, 2, 256, 128)
     assert (model.dropout, model.projections, model.pooling) == (0.1, "value", "mean")
-    assert model.mixer_options["num_features"] == 256
+    assert (model.mixer, model.mixer_options) == ("particle", {})  # the mixer's own: softplus, 256 features
     assert (align.step_size, align.inverse_temperature, align.strength, align.exponent) == (2e-3, 50.0, 1e-3, 0.0)
     assert (align.clip, align.radius, align.epochs, align.kind) == (10.0, 1.5, 10, "within_class")
     assert (optim.lr, optim.weight_decay, optim.warmup, optim.min_lr_ratio) == (2e-4, 0.01, 0.1, 0.0)
