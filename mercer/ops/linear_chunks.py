@@ -7,7 +7,7 @@ large (a key 120 nats above the others) is halved until every piece is safe; a p
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -262,12 +262,29 @@ def _halve(
     yield from _halve(log_k, tokens, middle, stop, scale, limit)
 
 
-def plan(log_k: Keys, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: int) -> list[list[Piece]]:
+def plan(log_k: Keys, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: int) -> Iterable[list[Piece]]:
     """Cut the sequence into chunks, and each chunk into safe pieces: one piece a chunk unless its spread is too large.
 
-    The device is waited for once, for the spreads of all chunks.
+    On a CPU chunks are cut as they are asked for, so that what was read to cut one is in the cache when it is worked.
+    Of an accelerator, all are cut at once, and it is waited for once, for the spreads of all chunks.
     """
     limit = -0.6 * math.log(torch.finfo(scale.dtype).tiny)  # 52 nats in float32, 425 in float64
+    cut = _cut_in_turn if scale.device.type == "cpu" else _cut_at_once
+    return cut(log_k, scale, tokens, chunk_size, limit)
+
+
+def _cut_in_turn(
+    log_k: Keys, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: int, limit: float
+) -> Iterator[list[Piece]]:
+    for start in range(0, log_k.length, chunk_size):
+        pieces = list(_halve(log_k, tokens, start, min(start + chunk_size, log_k.length), scale, limit))
+        yield pieces
+        scale = pieces[-1].scale
+
+
+def _cut_at_once(
+    log_k: Keys, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: int, limit: float
+) -> list[list[Piece]]:
     chunks, spreads = [], []
     for start in range(0, log_k.length, chunk_size):
         piece, spread = _measure(log_k, tokens, start, min(start + chunk_size, log_k.length), scale)

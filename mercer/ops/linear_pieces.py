@@ -191,7 +191,7 @@ def pieces_backwards(part: Part) -> Iterator[tuple[Piece, Tensor]]:
 
     Those entering the chunks are kept, and, of one chunk at a time, those entering its pieces.
     """
-    chunks = plan(part.keys, part.scale, part.tokens, part.size)
+    chunks = list(plan(part.keys, part.scale, part.tokens, part.size))
     entering = entering_sums(part, part.sums, chunks) if chunks else []
     for pieces in reversed(chunks):
         inside = entering_sums(part, entering.pop(), [[piece] for piece in pieces])

@@ -386,3 +386,24 @@ def test_compiles_to_one_graph_whose_making_does_not_grow_with_the_length(backen
     reference = torch.autograd.grad(expected.square().sum() + state.S.sum(), inputs)
     for got, right in zip((o, *grads), (expected, *reference), strict=True):
         torch.testing.assert_close(got, right)
+
+
+@pytest.mark.parametrize("documents", [None, torch.tensor([[0] * 9 + [3] * 14])])
+def test_chunks_are_cut_alike_in_turn_and_at_once(documents):
+    """A CPU cuts as it goes, an accelerator all at once; only one of the two runs on the machine of a test."""
+    from mercer.ops import linear_chunks
+
+    log_k = torch.randn(2, 23, 5)
+    log_k[0, 11] += 90.0  # a chunk that must be halved
+    log_k[1, 21] += 70.0
+    last, occupied = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.bool)
+    tokens = linear_chunks.tokens_of(None, documents, last, occupied, heads=2)
+    scale = torch.full((2, 5), linear_chunks.FLOOR)
+    arguments = (linear_chunks.Keys(log_k), scale, tokens, 8, 52.0)
+    in_turn, at_once = (list(cut(*arguments)) for cut in (linear_chunks._cut_in_turn, linear_chunks._cut_at_once))
+    assert [len(chunk) for chunk in at_once] == [len(chunk) for chunk in in_turn]
+    assert max(len(chunk) for chunk in in_turn) > 1
+    for a, b in zip(itertools.chain(*in_turn), itertools.chain(*at_once), strict=True):
+        assert (a.start, a.stop, a.parts is None) == (b.start, b.stop, b.parts is None)
+        for name in ("carry", "shift", "scale"):
+            assert torch.equal(getattr(a, name), getattr(b, name))
