@@ -1,4 +1,4 @@
-"""The command line: `mercer list | train | compare | convert | align | finetune | generate | eval | bench | study | report`.
+"""The command line: `mercer list | train | compare | convert | align | finetune | generate | eval | bench | ...`.
 
 Nothing here imports torch before a command needs it: `mercer --help` answers at once. What a user wrote wrongly ends in
 one line and exit code 2, what went wrong in the world in one line and exit code 1; MERCER_DEBUG=1 shows the traceback.

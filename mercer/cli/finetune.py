@@ -43,8 +43,8 @@ def finetune(
 
     * `tune.parameters` attention: q, k, v and the mixers' own; mixers: these alone; lora: updates to q, k and v of rank
       `tune.rank`, merged at the end; all
-    * `tune.teacher` share of the loss that follows the softmax; `tune.mixer-lr-factor` how much faster than the rest the
-      mixers' own parameters learn; `tune.folder` is DIR
+    * `tune.teacher` share of the loss that follows the softmax; `tune.mixer-lr-factor` how much faster than the rest
+      the mixers' own parameters learn; `tune.folder` is DIR
 
     Ctrl-C saves a checkpoint and prints the command to go on.
 
