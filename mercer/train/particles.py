@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mercer.errors import NumericalWarning
 from mercer.hf.install import attached
 from mercer.hf.pooling import pooled_states
 from mercer.particles import kernel_alignment, langevin_step, project_ball, riesz_repulsion
@@ -146,7 +148,12 @@ class ParticleSystem:
             parameter.requires_grad_(learned)
 
     def step(self, batch: Any) -> Aligned:
-        """Take one step on one batch; return the state before it, its drift from this batch."""
+        """Take one step on one batch; return the state before it, its drift from this batch.
+
+        Warns, before the first one, where most particles lie outside the ball: it puts each of them on the sphere.
+        """
+        if self.steps == 0:
+            warn_outside(self.omegas, self.config.radius)
         state, drifts = self._drifts([batch])
         config, noise = self.config, self._noise()
         with torch.no_grad():
@@ -248,6 +255,19 @@ def particles(model: Any) -> list[Float[Tensor, "H N D"]]:
     if any(features.redraw_steps is not None for features in found):
         raise ValueError("redraw_steps would replace the particles by random directions; leave it out")
     return [features.omega for features in found]
+
+
+def warn_outside(omegas: list[Float[Tensor, "H N D"]], radius: float) -> None:
+    """Warn where more than half of all particles lie outside the ball of this radius."""
+    norms = torch.cat([omega.norm(dim=-1).flatten() for omega in omegas])
+    outside = int((norms > radius).sum())
+    if 2 * outside > len(norms):
+        warnings.warn(
+            f"{outside} of {len(norms)} particles lie outside the radius {radius:g}, their median norm is "
+            f"{norms.median():.3g}: the first step puts each of them on the sphere; raise --align.radius",
+            NumericalWarning,
+            stacklevel=3,
+        )
 
 
 def label_alignment(pooled: Float[Tensor, "B E"], labels: Int[Tensor, " B"], kind: str) -> Float[Tensor, ""]:

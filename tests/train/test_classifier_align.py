@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mercer.errors import NumericalWarning
 from mercer.hf import Size, from_scratch
 from mercer.hf.pooling import pooled_states
 from mercer.particles import riesz_energy
@@ -198,3 +199,18 @@ def test_a_step_of_phase_a_takes_fewer_products_than_one_of_phase_b(features):
     with FlopCounterMode(display=False) as finetune:
         torch.nn.functional.cross_entropy(model(**batch.inputs()).logits, batch.labels).backward()
     assert 0 < align.get_total_flops() < finetune.get_total_flops()
+
+
+def test_particles_outside_the_ball_are_announced_before_the_first_step():
+    model, batch = build("favor", num_features=16), make_batch()  # N(0, I) in 8 dimensions: norms about 2.8
+    config = AlignConfig(radius=1.5)
+    with ParticleSystem(model, config) as system:
+        with pytest.warns(
+            NumericalWarning, match=r"of 64 particles lie outside the radius 1.5, .* raise --align.radius"
+        ):
+            system.step(batch)
+        system.step(batch)  # once
+    assert max(omega.norm(dim=-1).max().item() for omega in particles(model)) <= 1.5 + 1e-6
+    for calm in (build("softplus"), build("favor")):
+        with ParticleSystem(calm, dataclasses.replace(config, radius=10.0)) as system:
+            system.step(batch)
