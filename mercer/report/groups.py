@@ -55,8 +55,12 @@ class Group:
 
 
 def status_of(run: Run) -> str:
-    """Return the run's status, or "diverged" where it finished with a validation loss that is no number."""
-    return "diverged" if run.status == "done" and not usable(run.valid_loss) else str(run.status)
+    """Return the run's status, or "diverged" where it finished with a validation loss that is no number.
+
+    A phase that has other measures and no validation loss, such as the alignment of particles, is simply done.
+    """
+    other = run.valid_loss is None and bool(run.measures) and "validation" not in run.measures
+    return "diverged" if run.status == "done" and not usable(run.valid_loss) and not other else str(run.status)
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:

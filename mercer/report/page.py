@@ -154,7 +154,8 @@ def _finding(row: Row, rows: list[Row]) -> dict[str, str]:
     """Say in words how one mixer stands to softmax, and what it costs."""
     tone = _TONES.get(row.verdict, "")
     if row.valid_loss is None:
-        return {"label": row.label, "verdict": row.verdict, "tone": tone, "text": "no run finished."}
+        text = "finished; its phase has no validation loss." if row.seeds_done else "no run finished."
+        return {"label": row.label, "verdict": row.verdict, "tone": tone, "text": text}
     loss = f"validation loss {row.valid_loss.mean:.4f} nats per token"
     if row.gap is None:
         return {"label": row.label, "verdict": row.verdict, "tone": tone, "text": f"{loss}."}

@@ -95,6 +95,8 @@ def _row(group: Group, variant: Variant) -> Row:
 def _verdict(variant: Variant, baseline: Variant | None, difference: Gap | None) -> str:
     if not variant.done:
         return ", ".join(sorted({status_of(run) for run in variant.unfinished}))
+    if not variant.by_seed("valid_loss"):
+        return "done, no loss"
     if variant is baseline:
         return "baseline"
     return "no baseline" if difference is None else difference.verdict

@@ -7,7 +7,7 @@ import math
 import pytest
 from rich.console import Console
 
-from mercer.report import comparison_table, format_table, markdown_table
+from mercer.report import comparison_table, format_table, markdown_table, write_report
 from mercer.report.groups import group_runs
 from mercer.report.table import memory, quantity
 
@@ -80,6 +80,17 @@ def test_unfinished_and_diverged_runs_are_shown_and_not_counted(make_run, three_
     notes = " ".join(group_runs(runs)[0].notes)
     for part in ("cubit: 1 run failed", "cubit: 1 run interrupted", "local_linear: 1 run diverged"):
         assert part in notes
+
+
+def test_a_phase_without_validation_loss_is_done_and_not_diverged(make_run, tmp_path):
+    aligned = make_run("particle", 0, None, measures={"phase": "align", "before": {}, "after": {}})
+    lost = make_run("cubit", 0, None, measures={"phase": "finetune", "validation": {"log_loss": {"value": None}}})
+    rows = {row.label: row for row in comparison_table([aligned, lost])}
+    assert (rows["particle"].verdict, rows["particle"].seeds_done) == ("done, no loss", 1)
+    assert (rows["cubit"].verdict, rows["cubit"].seeds_done) == ("diverged", 0)
+    page = write_report([aligned], tmp_path).read_text()
+    assert "its phase has no validation loss" in page
+    assert "1 run diverged" not in page
 
 
 def test_other_recipes_and_settings_are_not_mixed(make_run, three_mixers):
