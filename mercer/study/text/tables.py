@@ -224,7 +224,7 @@ def _gain_sentences(trials: Sequence[Trial], settings: Settings, variant: str) -
 
 
 def _read(ratio: float) -> str:
-    return ": what it leaves is close to another random draw" if ratio > 10 else ""
+    return ": what moves the particles is noise" if ratio > 10 else ""
 
 
 def _learned(settings: Settings) -> list[str]:
