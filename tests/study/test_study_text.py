@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from mercer.evaluate import reliability
 from mercer.report.style import LIGHT
 from mercer.study import Trial
 from mercer.study.text import Settings, figures, tables
-from mercer.study.text.design import MAPS, Size, check, conditions, sized
+from mercer.study.text.design import MAPS, SIZES, Size, check, conditions, sized
 from mercer.study.text.trial import SCORES, trial
 
 TINY = Size(16, 1, 2, 16, 8, 12, "byte", 128, 1, 8, 1e-2, batch_size=16)
@@ -153,7 +154,7 @@ def test_a_trial_learns_and_its_pair_differs_in_the_particles_alone(texts):
 
 
 def test_the_command(texts, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(__import__("mercer.study.text.design", fromlist=["SIZES"]).SIZES, "small", TINY)
+    monkeypatch.setitem(SIZES, "small", replace(TINY, texts=32, epochs=1))
     words = ["study", "text", "--source", str(texts), "--maps", "softplus,favor", "--variants", "vanilla,learned"]
     words += ["--seeds", "2", "--levels", "0.5", "--label-noise", "0.3", "--jobs", "1", "--out", str(tmp_path / "s")]
     assert main(words) == 0
