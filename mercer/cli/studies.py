@@ -217,7 +217,7 @@ def text(
     parts: str = "methods,robustness",
     levels: str = "0.1,0.2,0.4",
     label_noise: str = "0.2,0.4",
-    noise_map: str = "softplus",
+    noise_map: str | None = None,
     align_kind: str = "centered",
     inverse_temperature: float | None = None,
     step_size: float | None = None,
@@ -274,7 +274,7 @@ def text(
         parts: what to run, separated by commas.
         levels: shares of damaged words.
         label_noise: shares of wrong training labels.
-        noise_map: the map that is trained under wrong labels.
+        noise_map: the map that is trained under wrong labels; the first of maps by default.
         align_kind: within_class, centered or signed, of sharp.
         inverse_temperature: of sharp; the noise of a step is sqrt(2 step_size / inverse_temperature).
         step_size: of sharp.
@@ -305,7 +305,7 @@ def text(
         parts=tuple(name.strip() for name in parts.split(",")),
         levels=numbers("levels", levels),
         label_noise=numbers("label-noise", label_noise),
-        noise_map=noise_map,
+        noise_map=noise_map or maps.split(",")[0].strip(),
         sharp_kind=align_kind,
         **{name: value for name, value in sharp.items() if value is not None},
     )
