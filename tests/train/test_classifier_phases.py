@@ -140,6 +140,7 @@ def test_a_classifier_learns(recipe, tmp_path):
 
 def test_directions_that_are_parameters_stay_too(recipe, tmp_path):
     recipe = change(recipe, "model", mixer="lfk", mixer_options={"num_features": 6})
+    recipe = change(recipe, "align", radius=10.0)  # they start at norm sqrt(D)
     align_classifier(recipe, tmp_path / "a")
     finetune_classifier(dataclasses.replace(recipe, start=str(tmp_path / "a")), tmp_path / "b")
     before, after = tensors(tmp_path / "a"), tensors(tmp_path / "b")
