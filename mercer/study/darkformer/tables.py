@@ -93,7 +93,7 @@ def features_table(trials: Sequence[Trial], settings: Settings) -> Table:
     rows, last = [], f"loss@{settings.steps}"
     for method in COMPARED:
         found = [values(trials, last, settings, method=method, num_features=m) for m in settings.features]
-        if any(found):
+        if sum(map(bool, found)) > 1:
             rows.append([method, *(_mean(losses, 3) for losses in found)])
     header = ("Method", *(f"{m} features" for m in settings.features))
     return Table("features", f"Loss after {settings.steps} steps by number of features", header, rows, _count(trials))
@@ -106,7 +106,7 @@ def rates_table(trials: Sequence[Trial], settings: Settings) -> Table:
         for name, title, digits in ((f"loss@{settings.steps}", "loss", 3), ("spikes", "spikes", 1)):
             given = {"method": method, "parameters": "all"}
             found = [values(trials, name, settings, learning_rate=rate, **given) for rate in settings.rates]
-            if any(found):
+            if sum(map(bool, found)) > 1:
                 rows.append([method, title, *(_mean(numbers, digits) for numbers in found)])
     header = ("Method", "", *(f"{rate:g}" for rate in settings.rates))
     note = f"{_count(trials)}. A spike: a step whose loss lies half a nat above the median of the eight before."
@@ -118,7 +118,6 @@ def findings(trials: Sequence[Trial], settings: Settings) -> list[str]:
     last, found = f"loss@{settings.steps}", []
     base = values(trials, last, settings, method=BASE)
     start = estimate(list(perplexities(values(trials, "loss@0", settings, method=BASE)).values()))
-    window = values(trials, last, settings, method="window, taught") or values(trials, last, settings, method="window")
     for method in settings.methods:
         losses = values(trials, last, settings, method=method)
         gap = difference(losses, base, higher_is_better=False)
@@ -126,8 +125,10 @@ def findings(trials: Sequence[Trial], settings: Settings) -> list[str]:
             continue
         text = f"{method}: perplexity {_mean(perplexities(losses), 2)} after {settings.steps} steps"
         text += f", {_mean(perplexities(base), 2)} for softmax finetuned alike and {show(start, 2)} for the original"
-        over = None if "window" in method else difference(losses, window, higher_is_better=False)
-        beside = f"; {show(over, 3, sign=True)} nats beside the window alone: {over.verdict}" if over else ""
+        alike = "window, taught" if METHODS[method].teacher else "window"  # finetuned by the same loss
+        window = values(trials, last, settings, method=alike)
+        over = None if method == alike else difference(losses, window, higher_is_better=False)
+        beside = f"; {show(over, 3, sign=True)} nats beside the {alike}: {over.verdict}" if over else ""
         found.append(f"{text}{beside}.")
     return found
 
