@@ -278,8 +278,8 @@ def label_alignment(pooled: Float[Tensor, "B E"], labels: Int[Tensor, " B"], kin
     Raises:
         ValueError: `signed` with more than two classes, an unknown kind, or fewer than two texts.
 
-    >>> label_alignment(torch.eye(2), torch.tensor([0, 1]), "signed").item()
-    -0.0
+    >>> label_alignment(torch.ones(2, 1), torch.tensor([0, 1]), "signed").item()
+    -1.0
     """
     kept = labels >= 0
     pooled, labels = pooled[kept], labels[kept]

@@ -7,7 +7,15 @@ import pytest
 
 from mercer.evaluate import RobustnessRow, reliability
 from mercer.report.classification import reliability_figure, robustness_figure
-from mercer.report.style import DARK, LIGHT
+from mercer.report.style import DARK, LIGHT, pyplot
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    """Close what a test drew: pyplot keeps figures for the whole process."""
+    yield
+    pyplot().close("all")
+
 
 P = np.array([[0.1, 0.9], [0.9, 0.1], [0.9, 0.1], [0.4, 0.6], [0.6, 0.4]])
 Y = np.array([1, 0, 1, 1, 1])

@@ -148,12 +148,13 @@ def test_the_same_runs_give_the_same_page(three_mixers, tmp_path):
 
 
 def test_figures_carry_their_numbers(three_mixers):
+    before = plt.get_fignums()
     gap, loss, position = group_figures(group_runs(three_mixers)[0])
     assert gap.data[0] == ("cubit", "-0.0200", "-0.0225 to -0.0175", "better")
     assert loss.data[0] == ("softmax", "50", "2.9200", "0.0115")  # 2.12 + 40 / 50
     assert position.data[:2] == [("softmax", "0 to 0", "3.1200", "0.0115"), ("softmax", "1 to 2", "2.6200", "0.0115")]
     assert loss.render(LIGHT, "png")[:4] == b"\x89PNG"
-    assert plt.get_fignums() == []
+    assert plt.get_fignums() == before
 
 
 def test_mixers_keep_their_look_and_are_told_apart():
