@@ -24,7 +24,8 @@ def finetune(
 ) -> int:
     """Finetune a converted model: `mercer finetune DIR --source TEXT`.
 
-    With the name of a classifier's recipe in place of DIR, train that: `mercer finetune text-classifier --help`.
+    With the name of a classifier's recipe in place of DIR, train that, from RUN of `mercer align RECIPE` if `--from RUN`
+    is given: `mercer finetune text-classifier --help`.
 
     **Examples**
 
