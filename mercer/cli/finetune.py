@@ -24,8 +24,8 @@ def finetune(
 ) -> int:
     """Finetune a converted model: `mercer finetune DIR --source TEXT`.
 
-    With the name of a classifier's recipe in place of DIR, train that, from RUN of `mercer align RECIPE` if `--from RUN`
-    is given: `mercer finetune text-classifier --help`.
+    With the name of a classifier's recipe in place of DIR, train that, after `mercer align RECIPE` with `--from RUN`:
+    `mercer finetune text-classifier --help`.
 
     **Examples**
 
@@ -68,7 +68,12 @@ def finetune(
     given = {"source": source, "parameters": parameters, "steps": steps}
     keys = {"source": "data.source", "parameters": "tune.parameters", "steps": "train.steps"}
     settings = [word for name, value in given.items() if value is not None for word in (f"--{keys[name]}", str(value))]
-    recipe = read_recipe(["finetune", *words, *settings], None, None, seed, start=_start(path))
+    start = _start(path)
+    recipe = read_recipe(["finetune", *words, *settings], None, None, seed, start=start)
+    fixed = read_recipe(["finetune"], None, None, None, start=start)
+    decided = (fixed.model, fixed.data.tokenizer, fixed.tune.folder)
+    if (recipe.model, recipe.data.tokenizer, recipe.tune.folder) != decided:
+        raise ValueError(f"model, data.tokenizer and tune.folder are those of {path}; leave their settings out")
     out = out or folder.with_name(f"{folder.name}-finetuned")
     set_threads(threads)
     run = loop.train(recipe, out, resume=resume, overwrite=overwrite)

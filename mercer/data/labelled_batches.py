@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from mercer.data.labelled import LabelledSplit
-from mercer.data.packing import IGNORED, epoch_order
+from mercer.data.packing import IGNORED, check_shares, drawn
 from mercer.errors import DataError
 
 if TYPE_CHECKING:
@@ -104,16 +104,7 @@ class EncodedSplit:
         Raises:
             ValueError: an argument is out of range, or `batch_size` is no multiple of `world_size`.
         """
-        if index < 0:
-            raise ValueError(f"index ({index}) must be at least 0: it numbers batches from the start")
-        _check_shares(batch_size, rank, world_size)
-        share = batch_size // world_size
-        epochs, places = np.divmod(index * batch_size + rank * share + np.arange(share), self.num_examples)
-        chosen = np.empty(share, np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            chosen[here] = epoch_order(self.seed, int(epoch), self.num_examples)[places[here]]
-        return self._gather(chosen)
+        return self._gather(drawn(self.seed, self.num_examples, index, batch_size, rank, world_size))
 
     def sequential(self, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Iterator[LabelledBatch]:
         """Iterate once over all examples, in order.
@@ -127,7 +118,7 @@ class EncodedSplit:
         Raises:
             ValueError: an argument is out of range, or `batch_size` is no multiple of `world_size`.
         """
-        _check_shares(batch_size, rank, world_size)
+        check_shares(batch_size, rank, world_size)
         for start in range(0, self.num_examples, batch_size):
             share = math.ceil(min(batch_size, self.num_examples - start) / world_size)
             yield self._gather(start + rank * share + np.arange(share), stop=start + batch_size)
@@ -143,15 +134,6 @@ class EncodedSplit:
             token_type_ids=None if types is None else _padded(types, 0),
             labels=torch.from_numpy(np.where(real, self._labels[known], IGNORED)),
         )
-
-
-def _check_shares(batch_size: int, rank: int, world_size: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size ({batch_size}) must be at least 1")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank ({rank}) must be at least 0 and below world_size ({world_size})")
-    if batch_size % world_size:
-        raise ValueError(f"batch_size ({batch_size}) must be a multiple of world_size ({world_size})")
 
 
 def _padded(rows: list[list[int]], value: int) -> Tensor:

@@ -100,16 +100,7 @@ class PackedSplit:
         Raises:
             ValueError: an argument is out of range, or `batch_size` is no multiple of `world_size`.
         """
-        if index < 0:
-            raise ValueError(f"index ({index}) must be at least 0: it numbers batches from the start")
-        _check_shares(batch_size, rank, world_size)
-        share = batch_size // world_size
-        epochs, places = np.divmod(index * batch_size + rank * share + np.arange(share), self.num_windows)
-        windows = np.empty(share, np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            windows[here] = epoch_order(self.seed, int(epoch), self.num_windows)[places[here]]
-        return self._gather(windows)
+        return self._gather(drawn(self.seed, self.num_windows, index, batch_size, rank, world_size))
 
     def sequential(self, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         """Iterate once over all windows, in order.
@@ -126,7 +117,7 @@ class PackedSplit:
         Raises:
             ValueError: an argument is out of range, or `batch_size` is no multiple of `world_size`.
         """
-        _check_shares(batch_size, rank, world_size)
+        check_shares(batch_size, rank, world_size)
         return self._sequential(batch_size, rank, world_size)
 
     def _sequential(self, batch_size: int, rank: int, world_size: int) -> Iterator[Batch]:
@@ -157,7 +148,29 @@ class PackedSplit:
         )
 
 
-def _check_shares(batch_size: int, rank: int, world_size: int) -> None:
+def drawn(seed: int, count: int, index: int, batch_size: int, rank: int, world_size: int) -> np.ndarray:
+    """Return a rank's share of batch `index` of an endless stream: which of `count` items, in a fresh order each epoch.
+
+    Raises:
+        ValueError: an argument is out of range, or `batch_size` is no multiple of `world_size`.
+
+    >>> sorted(drawn(0, 4, 0, 4, 0, 1).tolist())
+    [0, 1, 2, 3]
+    """
+    if index < 0:
+        raise ValueError(f"index ({index}) must be at least 0: it numbers batches from the start")
+    check_shares(batch_size, rank, world_size)
+    share = batch_size // world_size
+    epochs, places = np.divmod(index * batch_size + rank * share + np.arange(share), count)
+    items = np.empty(share, np.int64)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        items[here] = epoch_order(seed, int(epoch), count)[places[here]]
+    return items
+
+
+def check_shares(batch_size: int, rank: int, world_size: int) -> None:
+    """Raise ValueError unless a batch divides into equal shares, of which `rank` is one."""
     if batch_size < 1:
         raise ValueError(f"batch_size ({batch_size}) must be at least 1")
     if not 0 <= rank < world_size:

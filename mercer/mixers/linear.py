@@ -32,9 +32,7 @@ def mix(mixer: Any, q, k, v, mask, segments, state: Any):
     root = root_scale(mixer)
     mask, segments = marks_of_new(q.shape[2], mask, segments, state)
     key_map = mixer.features if mixer.key_features is None else mixer.key_features
-    same = (
-        q is k and not mixer.center and key_map is mixer.features
-    )  # queries that are their own keys have their features
+    same = q is k and not mixer.center and key_map is mixer.features  # queries that are keys have their features
     q, k = (ops.zero_padding(t, mask) for t in (q, k))  # a NaN there would reach the map's own gradients
     if mixer.center:
         k = k - mixer.key_center[:, None].to(k.dtype)
@@ -196,8 +194,9 @@ class Lfk(Mixer):
     ):
         own, sizes = split_options("lfk", options)
         super().__init__(**sizes)
-        self.features, keys = (own_features(self, "lfk", num_features, own) for _ in range(2))
-        add_near_field(self, window, sinks, center, keys if separate else None)
+        self.features = own_features(self, "lfk", num_features, own)
+        keys = own_features(self, "lfk", num_features, own) if separate else None
+        add_near_field(self, window, sinks, center, keys)
 
     @classmethod
     def options(cls, **chosen):

@@ -25,6 +25,10 @@ def resolve(recipe: Recipe) -> Recipe:
     """
     model = recipe.model
     if recipe.tune.folder is not None:  # the folder decides the model
+        if recipe.optim.lr is None:
+            raise ValueError("optim.lr (null) has no default in a finetuning; give a number, as --optim.lr 1e-4")
+        if recipe.tune.parameters == "lora" and recipe.train.shard:
+            raise ValueError("train.shard (true) and tune.parameters (lora): sharded updates cannot be merged; use DDP")
         return recipe
     if recipe.name == "finetune":
         raise ValueError("tune.folder is not set; give the converted model: mercer finetune DIR")

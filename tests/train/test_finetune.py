@@ -145,6 +145,24 @@ def test_following_the_teacher_brings_the_window_nearer_to_it(converted, corpus)
     assert run.mixer == "darkformer"
 
 
+def test_the_mixers_step_further_by_the_factor(converted, corpus):
+    """The first step of Adam is as long as its learning rate, whatever the gradient."""
+    _, out = finetune(converted, corpus, "--steps", "1", "--tune.mixer-lr-factor", "7", "--optim.warmup", "0")
+    before, after = weights(converted), weights(out / "model")
+    moved = {name: (after[name] - before[name]).abs().max().item() for name in changed(before, after)}
+    metric = max(value for name, value in moved.items() if name.endswith("metric"))
+    assert metric == pytest.approx(7e-3, rel=0.01)
+    assert max(value for name, value in moved.items() if "proj" in name) == pytest.approx(1e-3, rel=0.01)
+
+
+def test_the_run_can_be_evaluated_and_continued(converted, corpus, capsys):
+    _, out = finetune(converted, corpus, "--steps", "1")
+    assert main(["eval", str(out), "--recall", "30"]) == 0
+    assert "% of 20" in capsys.readouterr().out
+    assert main(["generate", str(out), "--prompt", "The", "--max-new-tokens", "3"]) == 0
+    assert finetune(out, corpus, "--steps", "1", out="again")[0] == 0
+
+
 @pytest.mark.parametrize("part", ["attention", "lora"])
 def test_resuming_gives_the_same_weights(converted, corpus, part):
     words = ("--parameters", part, "--train.checkpoint-every", "2")
@@ -167,6 +185,9 @@ def test_wrong_use_is_refused_in_words(converted, corpus, tmp_path, capsys):
     assert "tune.teacher (1.5) is a share of the loss" in words_of("--tune.teacher", "1.5")
     assert "parameters" in words_of("--parameters", "heads")
     assert "unknown option '--tune.ranks'; did you mean '--tune.rank'?" in words_of("--tune.ranks", "3")
+    assert "model, data.tokenizer and tune.folder are those of" in words_of("--model.mixer", "cubit")
+    assert "optim.lr (null) has no default" in words_of("--optim.lr", "null")
+    assert "sharded updates cannot be merged" in words_of("--parameters", "lora", "--train.shard", "true")
     llama().save_pretrained(tmp_path / "plain")
     assert finetune(tmp_path / "plain", corpus)[0] == 2
     assert "holds a model without a mixer; convert it first" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from rich.console import Console
 from mercer.report.figures import Figure
 from mercer.study.curves import curve_figure, curves_of
 from mercer.study.darkformer import tables
-from mercer.study.darkformer.design import LOOKS, PARTS, Settings, check, conditions
+from mercer.study.darkformer.design import LOOKS, Settings, check, conditions
 from mercer.study.darkformer.trial import trial
 from mercer.study.page import publish
 from mercer.study.results import Trial
@@ -157,4 +157,4 @@ def _original(model: str, out: Path) -> Path:
     return folder
 
 
-__all__ = ["PARTS", "Settings", "run_darkformer"]
+__all__ = ["Settings", "run_darkformer"]

@@ -18,9 +18,8 @@ from mercer.train import setup, tuning
 from mercer.train.align import align
 from mercer.train.loop import spaced
 from mercer.train.optimiser import build_optimiser, learning_rate
-from mercer.train.recipe import DataConfig, OptimConfig
+from mercer.train.recipe import DataConfig, OptimConfig, TuneConfig
 
-MIXER_LR_FACTOR = 30.0
 SPIKE = 0.5  # nats above the median of the last steps
 
 
@@ -74,7 +73,7 @@ def _finetune(mixed: Any, teacher: Any, method: Method, data: Any, rest: Any) ->
     steps, found, losses = rest["steps"], {}, []
     config = OptimConfig(lr=rest["learning_rate"], weight_decay=0.0, warmup=0.1)
     learns = any(p.requires_grad for p in mixed.parameters())
-    optimiser = build_optimiser(mixed, config, MIXER_LR_FACTOR) if learns else None
+    optimiser = build_optimiser(mixed, config, TuneConfig().mixer_lr_factor) if learns else None
 
     def look(step: int) -> None:
         seen = evaluate(mixed, spaced(data.validation, 1, rest["windows"]))
