@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator
@@ -198,11 +197,6 @@ def _on_features(features: BaseEstimator) -> Pipeline:
     return Pipeline([("features", features), ("machine", machine)])
 
 
-def _particles(size: int, seed: int, **options: Any) -> ParticleFeatures:
-    """Return features with aligned phases: a random phase wastes many, which shows where there are few."""
-    return ParticleFeatures(size, phase="aligned", random_state=seed, **options)
-
-
 def _paper_particles(size: int, strength: float, seed: int) -> ParticleFeatures:
     """Return the paper's own setting of F.1: a ball, large hot steps, 300 particles resampled to `size`."""
     return ParticleFeatures(
@@ -216,14 +210,19 @@ def _paper_particles(size: int, strength: float, seed: int) -> ParticleFeatures:
         max_iter=2000,
         clip=1.0,
         n_particles=max(300, size),
+        phase="random",
         random_state=seed,
     )
 
 
 # From (features, strength of repulsion, seed) to an unfitted classifier.
 METHODS: dict[str, Callable[[int, float, int], BaseEstimator]] = {
-    "particles": lambda size, strength, seed: _on_features(_particles(size, seed, repulsion=strength)),
-    "particles, untrained": lambda size, strength, seed: _on_features(_particles(size, seed, max_iter=0)),
+    "particles": lambda size, strength, seed: _on_features(
+        ParticleFeatures(size, repulsion=strength, random_state=seed)
+    ),
+    "particles, untrained": lambda size, strength, seed: _on_features(
+        ParticleFeatures(size, max_iter=0, random_state=seed)
+    ),
     "particles, paper settings": lambda size, strength, seed: _on_features(_paper_particles(size, strength, seed)),
     "fixed": lambda size, strength, seed: _on_features(
         RBFSampler(gamma=PAPER_GAMMA, n_components=size, random_state=seed)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
-from sklearn.datasets import make_friedman1, make_moons
+from sklearn.datasets import make_friedman1, make_friedman3, make_moons
 from sklearn.kernel_approximation import RBFSampler
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import GridSearchCV
@@ -128,7 +128,7 @@ def test_samples_without_a_label_do_not_pull(estimator, moons):
 
 def test_learning_keeps_its_history_and_resamples(moons):
     X, y = moons
-    fitted = ParticleFeatures(8, n_particles=32, max_iter=60, phase="aligned", random_state=0).fit(X, y)
+    fitted = ParticleFeatures(8, n_particles=32, max_iter=60, random_state=0).fit(X, y)
     assert fitted.omega_.shape == (8, 2)
     assert fitted.n_iter_ == 60
     assert fitted.history_[-1].alignment > fitted.history_[0].alignment
@@ -136,6 +136,30 @@ def test_learning_keeps_its_history_and_resamples(moons):
     assert (np.abs(fitted.omega_ * spread).sum(1) <= 3.5).all()
     ball = ParticleFeatures(8, ball="l2", radius=0.5, max_iter=5, random_state=0).fit(X, y)
     assert (np.linalg.norm(ball.omega_ * spread, axis=1) <= 0.5).all()
+
+
+def test_phases_are_aligned_for_two_classes_and_random_for_all_else(moons):
+    X, y = moons
+    fit = lambda phase, y: ParticleFeatures(16, max_iter=20, phase=phase, random_state=0).fit(X, y)
+    for target, chosen in ((y, "aligned"), (y + (X[:, 0] > 1), "random"), (X[:, 0] + 0.1, "random")):
+        found = {phase: fit(phase, target) for phase in ("auto", "aligned", "random")}
+        assert np.array_equal(found["aligned"].omega_, found["random"].omega_)
+        assert np.array_equal(found["auto"].phase_, found[chosen].phase_)
+        assert not np.allclose(found["aligned"].phase_, found["random"].phase_)
+    signs = 2 * y - 1 - (2 * y - 1).mean()
+    agreement = {phase: (signs @ fit(phase, y).transform(X)) ** 2 for phase in ("aligned", "random")}
+    assert (agreement["aligned"] >= agreement["random"] - 1e-9).all()
+
+
+def test_random_phases_keep_what_aligned_ones_lose_in_regression():
+    X, y = make_friedman3(500, noise=0.1, random_state=1)
+    scores = {
+        phase: make_pipeline(StandardScaler(), ParticleFeatures(64, phase=phase, random_state=1), Ridge(0.01))
+        .fit(X[:300], y[:300])
+        .score(X[300:], y[300:])
+        for phase in ("auto", "aligned")
+    }
+    assert scores["auto"] > scores["aligned"] + 0.1
 
 
 @names
