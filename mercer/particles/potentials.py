@@ -115,8 +115,8 @@ def label_targets(y: Shaped[Tensor, " n"], kind: str, dtype: torch.dtype) -> Flo
     signed: the labels -1 and +1 themselves. centered: class indicators (integer y) or the numbers (floating y),
     centred and scaled so that the squares of all columns sum to n, as they do for signed labels.
 
-    >>> label_targets(torch.tensor([0, 1]), "centered", torch.float64).tolist()
-    [[0.7071067811865475, -0.7071067811865475], [-0.7071067811865475, 0.7071067811865475]]
+    >>> label_targets(torch.tensor([0, 1]), "centered", torch.float64).round(decimals=4).tolist()
+    [[0.7071, -0.7071], [-0.7071, 0.7071]]
 
     Raises:
         ValueError: For an unknown kind, or signed labels other than -1 and +1.

@@ -142,6 +142,21 @@ def test_repulsion_raises_the_least_distance(problem):
     assert riesz_energy(apart.omega, s=0.0) < riesz_energy(free.omega, s=0.0)
 
 
+def test_particles_of_a_box_stay_in_it_all_the_way(problem):
+    corners = torch.tensor([-0.5, -2.0, -1.0]), torch.tensor([0.5, 2.0, 0.0])
+    seen = []
+
+    def box(omega):
+        seen.append(project_box(omega, *corners))
+        return seen[-1]
+
+    result = fit(problem, radius=None, projection=box, inverse_temperature=1e4, schedule="linear", batch_size=64)
+    assert len(seen) > 150
+    assert all(bool(((corners[0] <= omega) & (omega <= corners[1])).all()) for omega in seen)
+    assert torch.equal(result.omega, project_box(result.omega, *corners))
+    assert result.history[-1].energy < result.history[0].energy
+
+
 def test_stopping_looks_at_the_drift_without_noise(problem):
     quiet = fit(problem, inverse_temperature=math.inf, num_steps=5000, tolerance=1e-3, strength=0.0)
     assert quiet.converged

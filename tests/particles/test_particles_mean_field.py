@@ -127,6 +127,18 @@ def test_particles_approach_the_density_as_they_grow_in_number():
     assert str(report).splitlines()[1].split()[0] == "16"
 
 
+def test_particles_approach_the_density_in_the_plane_too():
+    model = McKeanVlasov(
+        lambda x: x.square().sum(1), [-2.5, -2.5], [2.5, 2.5], 24, strength=1.0, inverse_temperature=2.0
+    )
+    report = particle_convergence(
+        model, (16, 64, 256), repeats=4, num_steps=40, step_size=0.02, generator=torch.Generator().manual_seed(0)
+    )
+    assert report.distances[0] > report.distances[1] > report.distances[2]
+    assert report.rate > 0.3
+    assert f"distance ~ N^-{report.rate:.2f}" in str(report)
+
+
 def test_wasserstein_distance_of_a_shift_is_the_shift():
     line = McKeanVlasov(double_well, [-4.0], [4.0], 80, inverse_temperature=2.0)
     density, generator = line.fixed_point(), torch.Generator().manual_seed(0)
