@@ -101,10 +101,10 @@ def _drawn(heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) 
     return build_features("favor", heads, head_dim, NUM_FEATURES).to(device, dtype)
 
 
-def _favor(q: Tensor) -> Callable[[Tensor], Tensor]:
+def _favor(q: Tensor) -> Callable[[Tensor], Tensor | ops.Factored]:
     """Return the log features of a query or key."""
     features, scale = _drawn(q.shape[1], q.shape[3], q.dtype, q.device), q.shape[-1] ** -0.25
-    return lambda x: features(scale * x)
+    return lambda x: features.factored(x, scale)
 
 
 def _linear(q: Tensor, k: Tensor, v: Tensor, chunk_size: int = 128) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mercer.errors import check_kind
 from mercer.features.directions import draw_directions
 from mercer.ops.checks import compute_dtype, full_precision
+from mercer.ops.linear_logs import Factored, group_heads
 from mercer.ops.linear_solve import Rescaled
 
 
@@ -101,19 +102,35 @@ class FeatureMap(nn.Module, abc.ABC):
         Raises:
             ValueError: another width, or heads that are not a multiple.
         """
+        self._check(x)
+        with full_precision(x.device):
+            return self.log_features(group_heads(x.to(compute_dtype(x)), self.num_heads)).reshape(
+                *x.shape[:3], self.num_features
+            )
+
+    def factored(self, x: Float[Tensor, "B H T D"], length: float = 1.0) -> Float[Tensor, "B H T M"] | Factored:
+        """Return log phi(length x), not multiplied out where it is linear in few numbers: what the operators like best.
+
+        Args:
+            x: see calling the map, and so are the errors.
+            length: factor on x.
+        """
+        self._check(x)
+        with full_precision(x.device):
+            factors = self.factors(x.to(compute_dtype(x)), length)
+            if factors is None or factors.weight.shape[-1] >= self.num_features:
+                return self(length * x)
+            return factors
+
+    def _check(self, x: Tensor) -> None:
         if x.shape[1] % self.num_heads or x.shape[1] == 0:
             raise ValueError(f"x has {x.shape[1]} heads; they must be a multiple of num_heads ({self.num_heads})")
         if x.shape[3] != self.head_dim:
             raise ValueError(f"x has width {x.shape[3]}; this map was made for head_dim {self.head_dim}")
-        with full_precision(x.device):
-            shape = x.shape[:3]
-            together = x.shape[1] // self.num_heads * x.shape[2]
-            x = x.to(compute_dtype(x)).reshape(x.shape[0], self.num_heads, together, x.shape[3])
-            return self.log_features(x).reshape(*shape, self.num_features)
 
     def two_lengths(
         self, x: Float[Tensor, "B H T D"], first: float, second: Float[Tensor, "B H T 1"]
-    ) -> tuple[Float[Tensor, "B H T M"], Float[Tensor, "B H T M"] | Rescaled]:
+    ) -> tuple[Float[Tensor, "B H T M"] | Factored, Float[Tensor, "B H T M"] | Factored | Rescaled]:
         """Return log phi(first x), up to a number a token, and log phi(second x): rows and columns of a kernel system.
 
         Where log phi is linear in x but for the norm, one projection gives both, and the second is returned as a
@@ -124,17 +141,10 @@ class FeatureMap(nn.Module, abc.ABC):
             first: a length, not 0.
             second: a length for each vector.
         """
-        with full_precision(x.device):
-            x = first * x.to(compute_dtype(x))
-            factor = second.to(x.dtype) / first
-            projected = self.project(x)
-            if projected is None:
-                return self(x), self(factor * x)
-            t, norm = projected
-            return t, Rescaled(factor[..., 0], -(factor * factor)[..., 0] * norm)
+        return self.factored(x, first), self.factored(second * x)
 
-    def project(self, x: Float[Tensor, "B Hk N D"]) -> tuple[Float[Tensor, "B Hk N M"], Float[Tensor, "B Hk N"]] | None:
-        """Return t, linear in x, and n, quadratic, if log phi(x) = t - n but for a constant; None for other maps."""
+    def factors(self, x: Float[Tensor, "B H T D"], length: float) -> Factored | None:
+        """Return log phi(length x) in factors, if the map is of that kind."""
         return None
 
     @abc.abstractmethod

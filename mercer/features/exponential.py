@@ -1,6 +1,7 @@
 """Random features of the exponential kernel: phi(q).phi(k) estimates exp(q.k), or exp(q' M'M k)."""
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -10,28 +11,51 @@ from torch import Tensor
 from mercer.errors import check_kind
 from mercer.features.base import FeatureMap
 from mercer.features.proposal import mean_square_proposal, optimal_proposal, root, tilt
+from mercer.ops.checks import compute_dtype, full_precision
+from mercer.ops.linear_logs import Factored, group_heads
+from mercer.ops.linear_solve import Rescaled
 
 
-def log_exponential(
-    x: Float[Tensor, "B Hk N D"], omega: Float[Tensor, "Hk M D"], bias: Float[Tensor, "Hk M"] | None = None
-) -> Float[Tensor, "B Hk N M"]:
-    """Return omega_j.x - ||x||^2 / 2 + bias_j - log(M) / 2, as one matrix product with the constants as columns."""
-    omega, ones = omega.to(x.dtype), torch.ones_like
-    constant = -x.square().sum(-1, keepdim=True) / 2 - math.log(omega.shape[1]) / 2
-    columns, weights = [x, constant], [omega, ones(omega[..., :1])]
-    if bias is not None:
-        columns, weights = [*columns, ones(constant)], [*weights, bias.to(x.dtype)[..., None]]
-    return torch.cat(columns, -1) @ torch.cat(weights, -1).mT
+class _Exponential(FeatureMap):
+    """A map with `log phi_j(x) = omega_j.x' - ||x'||^2 / 2 + bias_j - log(M) / 2`, x' = x or linear in x."""
+
+    exponential = True
+
+    def constants(self) -> Float[Tensor, "Hk M"] | None:
+        """Return bias_j; None: 0."""
+        return None
+
+    def signed_directions(self) -> Float[Tensor, "Hk M D"]:
+        """Return what the features count x with."""
+        return self.omega
+
+    def half_square(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T 1"]:
+        """Return ||x'||^2 / 2."""
+        return x.square().sum(-1, keepdim=True) / 2
+
+    def factors(self, x, length):
+        weight = length * self.signed_directions().to(x.dtype)
+        offset = lambda: self.half_square(x) * -(length**2) - math.log(self.num_features) / 2
+        bias = self.constants()
+        if bias is None:
+            return Factored(x, weight, offset)
+        columns = torch.cat([x, torch.ones_like(x[..., :1])], -1)
+        return Factored(columns, torch.cat([weight, bias.to(x.dtype)[..., None]], -1), offset)
+
+    def log_features(self, x):
+        return self.factors(x, 1.0).dense()
+
+    def two_lengths(self, x, first, second):
+        if self.constants() is not None:
+            return super().two_lengths(x, first, second)
+        with full_precision(x.device):
+            x, second = (t.to(compute_dtype(x)) for t in (x, second))
+            rows = replace(self.factors(x, first), offset=None)
+            scales = Rescaled((second / first)[..., 0], -(second.square() * self.half_square(x))[..., 0])
+            return rows if rows.weight.shape[-1] < self.num_features else rows.dense(), scales
 
 
-def project(
-    x: Float[Tensor, "B Hk N D"], omega: Float[Tensor, "Hk M D"]
-) -> tuple[Float[Tensor, "B Hk N M"], Float[Tensor, "B Hk N"]]:
-    """Return omega_j.x and ||x||^2 / 2."""
-    return x @ omega.to(x.dtype).mT, x.square().sum(-1) / 2
-
-
-class Favor(FeatureMap):
+class Favor(_Exponential):
     """Positive random features of the exponential kernel (FAVOR+).
 
     `log phi_j(x) = omega_j.x - ||x||^2 / 2 - log(M) / 2`, omega_j ~ N(0, I) fixed.
@@ -47,20 +71,12 @@ class Favor(FeatureMap):
     tensor([1.0000, 1.0000, 1.0000])
     """
 
-    exponential = True
-
     def __init__(self, *sizes: int, **options: Any):
         super().__init__(*sizes, **options)
         self.register_initial_values()
 
-    def log_features(self, x):
-        return log_exponential(x, self.omega)
 
-    def project(self, x):
-        return project(x, self.omega)
-
-
-class Hyperbolic(FeatureMap):
+class Hyperbolic(_Exponential):
     """Positive random features in pairs omega, -omega: less variance than FAVOR+ for the same number of features.
 
     `log phi(x) = +-omega_j.x - ||x||^2 / 2 - log(M) / 2`, with M / 2 directions omega_j ~ N(0, I).
@@ -73,21 +89,17 @@ class Hyperbolic(FeatureMap):
         Performer (arXiv:2009.14794), eq. 7: its m is our M / 2.
     """
 
-    exponential = True
     per_direction = 2
 
     def __init__(self, *sizes: int, **options: Any):
         super().__init__(*sizes, **options)
         self.register_initial_values()
 
-    def log_features(self, x):
-        return log_exponential(x, torch.cat([self.omega, -self.omega], 1))
-
-    def project(self, x):
-        return project(x, torch.cat([self.omega, -self.omega], 1))
+    def signed_directions(self):
+        return torch.cat([self.omega, -self.omega], 1)
 
 
-class Oprf(FeatureMap):
+class Oprf(_Exponential):
     """Positive random features drawn from a proposal that fits the data (FAVOR++); the kernel stays exp(q.k).
 
     `log phi_j(x) = (B w_j).x + w_j' A w_j - ||x||^2 / 2 + log det(B) / 2 - log(M) / 2`, w_j ~ N(0, I),
@@ -103,7 +115,6 @@ class Oprf(FeatureMap):
         FAVOR++ (arXiv:2205.15317), OPRF, B = b I with b^2 = 1 - 4A; DARKFormer (arXiv:2603.04127), Thm 3.2, a full B.
     """
 
-    exponential = True
     proposal: Tensor  # B
     bias: Tensor  # w'Aw + log det(B) / 2, while omega = B w
 
@@ -125,8 +136,8 @@ class Oprf(FeatureMap):
         """Draw from the best proposal for queries and keys of this covariance (Thm 3.2); the kernel stays."""
         _install(self, 0, root(optimal_proposal(covariance)))
 
-    def log_features(self, x):
-        return log_exponential(x, self.omega, self.bias)
+    def constants(self):
+        return self.bias
 
 
 def _install(features: "Oprf | Darkformer", number: int, proposal: Tensor) -> None:
@@ -137,7 +148,7 @@ def _install(features: "Oprf | Darkformer", number: int, proposal: Tensor) -> No
             getattr(features, name).copy_(value)
 
 
-class Darkformer(FeatureMap):
+class Darkformer(_Exponential):
     """Positive random features of exp(q' M'M k) with a learned metric M (DARKFormer).
 
     `log phi_j(x) = w_j.(M x) - ||M x||^2 / 2 - log(m) / 2`, w_j ~ N(0, I) fixed: at M = I exactly `Favor` of the same
@@ -156,7 +167,6 @@ class Darkformer(FeatureMap):
         DARKFormer (arXiv:2603.04127), sec. 3: Sigma = M'M, `metric` = M [H_kv, rank, D], `omega` = w [H_kv, m, rank].
     """
 
-    exponential = True
     learned = ("metric",)
     metric: Tensor
     proposal: Tensor | None
@@ -198,14 +208,18 @@ class Darkformer(FeatureMap):
         metric = self.metric.detach().to(covariance.dtype)
         _install(self, 0, root(optimal_proposal(metric @ covariance @ metric.mT)))
 
-    def log_features(self, x):
-        return log_exponential(x @ self.metric.to(x.dtype).mT, self.omega, self.bias)
+    def constants(self):
+        return self.bias
 
-    def project(self, x):
-        return None if self.bias is not None else project(x @ self.metric.to(x.dtype).mT, self.omega)
+    def signed_directions(self):
+        return self.omega @ self.metric.to(self.omega.dtype)
+
+    def half_square(self, x):
+        moved = group_heads(x, self.num_heads) @ self.metric.to(x.dtype).mT
+        return super().half_square(moved).reshape(*x.shape[:3], 1)
 
 
-class Lfk(FeatureMap):
+class Lfk(_Exponential):
     """Features of FAVOR+ whose directions are trained: the kernel is whatever they make it (LFK).
 
     `log phi_j(x) = omega_j.x - ||x||^2 / 2 - log(M) / 2`, omega a parameter that starts at the draw of `Favor`.
@@ -221,7 +235,6 @@ class Lfk(FeatureMap):
         Learnable feature kernels, the baseline of DARKFormer (arXiv:2603.04127), sec. 4.
     """
 
-    exponential = True
     learned: ClassVar[tuple[str, ...]] = ("omega",)
 
     def __init__(
@@ -235,9 +248,3 @@ class Lfk(FeatureMap):
     ):
         super().__init__(num_heads, head_dim, num_features, seed=seed, directions=directions)
         self.register_initial_values()
-
-    def log_features(self, x):
-        return log_exponential(x, self.omega)
-
-    def project(self, x):
-        return project(x, self.omega)

@@ -17,6 +17,7 @@ from torch import Tensor
 from mercer import ops
 from mercer.features import FeatureMap, build_features, feature_options
 from mercer.mixers.base import Mixer, marks_of_new, refuse_state
+from mercer.ops.checks import compute_dtype
 
 State = ops.LinearState | ops.NearFarState | None
 
@@ -40,14 +41,15 @@ def mix(mixer: Any, q, k, v, mask, segments, state: Any):
     def q_features(q):
         if mixer.center:
             q = q - ops.repeat_heads(mixer.query_center[None, :, None].to(q.dtype), q.shape[1])
-        return mixer.features(root * q)
+        return mixer.features.factored(q, root)
 
     def k_features(k):
-        log_phi = key_map(root * k)
+        log_phi = key_map.factored(k, root)
         if not mixer.center:
             return log_phi
-        b, k = (t.to(log_phi.dtype) for t in (mixer.query_center, k))
-        return log_phi + mixer.scale * k @ b[..., None]
+        b, k = (t.to(compute_dtype(k)) for t in (mixer.query_center, k))
+        offset = mixer.scale * k @ b[..., None]
+        return log_phi.plus(offset) if isinstance(log_phi, ops.Factored) else log_phi + offset
 
     if mixer.window or mixer.sinks:
         return ops.near_far_attention(

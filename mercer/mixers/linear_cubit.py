@@ -98,7 +98,7 @@ class LinearCubit(Mixer):
         )  # fmt: skip
         root = root_scale(self)
         o, smoother = ops.linear_attention(
-            self.features(root * q), self.features(root * k), u,
+            self.features.factored(q, root), self.features.factored(k, root), u,
             mask=mask, segments=segments, state=state and state.smoother,
         )  # fmt: skip
         return o.to(v.dtype), LinearCubitState(system, smoother)

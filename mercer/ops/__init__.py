@@ -2,6 +2,7 @@
 
 from mercer.ops.checks import repeat_heads, visible, zero_padding
 from mercer.ops.linear import LinearState, linear_attention, linear_attention_naive
+from mercer.ops.linear_logs import Factored
 from mercer.ops.linear_solve import LinearSolveState, Rescaled, linear_kernel_solve, linear_kernel_solve_naive
 from mercer.ops.local_linear import local_linear_attention, local_linear_attention_naive
 from mercer.ops.near_far import near_far_attention
@@ -11,6 +12,7 @@ from mercer.ops.solve import BIDIRECTIONAL_RIDGE, kernel_solve, kernel_solve_nai
 
 __all__ = [
     "BIDIRECTIONAL_RIDGE",
+    "Factored",
     "LinearSolveState",
     "LinearState",
     "NearFarState",

@@ -16,6 +16,7 @@ from mercer.ops.checks import (
 )
 from mercer.ops.linear_chunks import document_ids
 from mercer.ops.linear_definition import Definition, Sums, segment_after
+from mercer.ops.linear_logs import Factored, LogFeatures, arguments_of, dense, offset_of, outline
 from mercer.ops.linear_passes import linear_attention_op
 
 
@@ -29,8 +30,8 @@ class LinearState(Sums):
 
 
 def linear_attention_naive(
-    log_q: Float[Tensor, "B H T m"],
-    log_k: Float[Tensor, "B Hk S m"],
+    log_q: Float[Tensor, "B H T m"] | Factored,
+    log_k: Float[Tensor, "B Hk S m"] | Factored,
     v: Float[Tensor, "B Hk S Dv"],
     *,
     causal: bool = True,
@@ -50,8 +51,9 @@ def linear_attention_naive(
     >>> linear_attention_naive(q, k, v)[0].flatten()
     tensor([0.0000, 0.5000, 1.0000])
     """
-    check_linear(log_q, log_k, v, causal=causal, mask=mask, segments=segments, state=state)
-    with full_precision(log_q.device):
+    check_linear(outline(log_q), outline(log_k), v, causal=causal, mask=mask, segments=segments, state=state)
+    with full_precision(v.device):
+        log_q, log_k = dense(log_q), dense(log_k)
         past, heads = Sums.of(state, log_k, v, log_q), log_q.shape[1]
         same = log_q.shape[2] == log_k.shape[2]
         definition = Definition.of(log_k, mask, segments, past, same=same, causal=causal)
@@ -63,8 +65,8 @@ def linear_attention_naive(
 
 
 def linear_attention(
-    log_q: Float[Tensor, "B H T m"],
-    log_k: Float[Tensor, "B Hk S m"],
+    log_q: Float[Tensor, "B H T m"] | Factored,
+    log_k: Float[Tensor, "B Hk S m"] | Factored,
     v: Float[Tensor, "B Hk S Dv"],
     *,
     causal: bool = True,
@@ -80,7 +82,7 @@ def linear_attention(
     feature is counted relative to a running maximum that cancels exactly, so nothing is added to any weight.
 
     Args:
-        log_q: log features of the queries, H a multiple of Hk.
+        log_q: log features of the queries, H a multiple of Hk; `Factored` ones are not written to memory on a CPU.
         log_k: log features of the keys.
         v: values.
         causal: whether token i sees only j <= i. Otherwise the lengths T and S may differ.
@@ -106,14 +108,26 @@ def linear_attention(
     >>> o.flatten(), state.z.flatten()
     (tensor([0.0000, 0.5000, 1.0000]), tensor([3., 3.]))
     """
-    check_linear(log_q, log_k, v, causal=causal, mask=mask, segments=segments, state=state, chunk_size=chunk_size)
-    past = Sums.of(state, log_k, v, log_q)
+    shapes = outline(log_q), outline(log_k)
+    check_linear(*shapes, v, causal=causal, mask=mask, segments=segments, state=state, chunk_size=chunk_size)
+    past = Sums.of(state, shapes[1], v, shapes[0])
     documents = document_ids(mask, segments, past.segment)
-    refuse_tangents(log_q, log_k, v, past.sums)
+    logs = log_arguments(log_q, log_k, v, past, mask)
+    refuse_tangents(*logs, v, past.sums)
     o, _, sums, c, _ = linear_attention_op(
-        log_q, log_k, v, past.sums, past.c, mask, documents, past.segment, causal, chunk_size
+        *logs, v, past.sums, past.c, mask, documents, past.segment, causal, chunk_size
     )
     return o.to(v.dtype), LinearState(sums=sums, c=c, segment=segment_after(documents, past))
+
+
+def log_arguments(
+    log_q: LogFeatures, log_k: LogFeatures, v: Tensor, past: Sums, mask: Bool[Tensor, "B S"] | None
+) -> tuple[Tensor | None, ...]:
+    """Return the log features of queries and keys as the operator takes them; of queries, up to a number a row."""
+    dtype, of_rows = past.sums.dtype, mask if outline(log_q).shape[2] == v.shape[2] else None
+    with full_precision(v.device):
+        rows, keys = (arguments_of(x, v.shape[1], dtype, m) for x, m in ((log_q, of_rows), (log_k, mask)))
+        return *rows, *keys, offset_of(log_k, dtype, mask)
 
 
 def check_linear(

@@ -8,26 +8,22 @@ large (a key 120 nats above the others) is halved until every piece is safe; a p
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mercer.ops.linear_logs import Logs, exp_
+
 FLOOR = -1e30  # the log scale of "no key yet": finite, so that FLOOR - FLOOR is 0 and never NaN
-LOG2_E = math.log2(math.e)
-CACHE_BYTES = 1 << 20  # query and key features of one chunk of the heads worked together: a second-level cache
-CPU_CHUNK = 64  # longer chunks only add work above the diagonal; of 32 the matrices are too small
+CACHE_BYTES = 1 << 21  # query and key features of one chunk of the heads worked together: a second-level cache
+CPU_CHUNK = 128  # longer chunks only add work above the diagonal; of 32 the matrices are too small
 
 
 def chunk_length(device: torch.device, chunk_size: int) -> int:
     """Return how many tokens to work together when at most `chunk_size` are allowed."""
     return min(chunk_size, CPU_CHUNK) if device.type == "cpu" else chunk_size
-
-
-def exp_(x: Tensor) -> Tensor:
-    """Exponentiate in place; on CPUs exp2 takes a third of the time of exp, and 1/40 where the result is subnormal."""
-    return x.mul_(LOG2_E).exp2_()
 
 
 def heads_at_once(device: torch.device, heads: int, row_bytes: int) -> int:
@@ -131,41 +127,6 @@ def _refuse_returning(documents: Tensor, begins: Tensor, last: Tensor, occupied:
 
 
 @dataclass(frozen=True)
-class Keys:
-    """Log features of keys, `factor * logs + offset`, worked out for a stretch at a time.
-
-    Attributes:
-        logs: what they are made of; without factor and offset, they themselves.
-        factor: one number a key; None = 1.
-        offset: one number a key; None = 0.
-        real: True = real token, -inf elsewhere; None = all are.
-    """
-
-    logs: Float[Tensor, "N S m"]
-    factor: Float[Tensor, "N S 1"] | None = None
-    offset: Float[Tensor, "N S 1"] | None = None
-    real: Bool[Tensor, "N S"] | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of keys."""
-        return self.logs.shape[1]
-
-    def at(self, span: slice) -> Float[Tensor, "N n m"]:
-        """Return the log features of a stretch of keys."""
-        logs = self.logs[:, span]
-        if self.factor is not None and self.offset is not None:
-            factor, offset = self.factor[:, span], self.offset[:, span]
-            logs = torch.addcmul(offset, factor, logs.to(factor.dtype))
-        return logs if self.real is None else logs.masked_fill(~self.real[:, span, None], -math.inf)
-
-    def part(self, heads: slice, span: slice, real: Bool[Tensor, "N n"] | None) -> "Keys":
-        """Return some heads over a stretch, of which `real` are real."""
-        factor, offset = (None if x is None else x[heads, span] for x in (self.factor, self.offset))
-        return Keys(self.logs[heads, span], factor, offset, real)
-
-
-@dataclass(frozen=True)
 class Documents:
     """Which tokens of a piece belong together.
 
@@ -208,6 +169,8 @@ class Piece:
         shift: log scale of the features inside.
         scale: log scale of the sums that leave.
         parts: how documents divide it; None where none begins inside, in any row of the batch.
+        logs: its keys' log features, in units of `Logs`, where they are at hand; to be used once, and used up.
+        product: what they are made of, likewise, where rows are made of it too.
     """
 
     start: int
@@ -216,6 +179,17 @@ class Piece:
     shift: Float[Tensor, "N m"]
     scale: Float[Tensor, "N m"]
     parts: Documents | None
+    logs: Float[Tensor, "N n m"] | None = None
+    product: Float[Tensor, "N n m"] | None = None
+
+    @property
+    def span(self) -> slice:
+        """Its tokens."""
+        return slice(self.start, self.stop)
+
+    def without_logs(self) -> "Piece":
+        """Return the piece without what takes memory."""
+        return replace(self, product=None, logs=None)
 
     @property
     def decay(self) -> Float[Tensor, "N m 1"]:
@@ -228,27 +202,29 @@ class Piece:
         return exp_(self.shift - self.scale)[..., None]
 
 
-def _measure(log_k: Keys, tokens: Tokens, start: int, stop: int, scale: Float[Tensor, "N m"]) -> tuple[Piece, Tensor]:
+def _measure(log_k: Logs, tokens: Tokens, start: int, stop: int, scale: Float[Tensor, "N m"]) -> tuple[Piece, Tensor]:
     """Return the piece [start, stop) after sums at `scale`, and its spread in nats."""
-    keys = log_k.at(slice(start, stop))
+    span = slice(start, stop)
+    product = log_k.product(span)
+    keys = log_k.finished(product, span, keep=log_k.tied)
     parts = documents_of(tokens, start, stop)
     if parts is not None:
         scale = torch.where(parts.opening[:, 0], scale, FLOOR)
-    shift = torch.maximum(scale, keys.amax(1))
-    lowest = torch.maximum(scale, keys[:, 0])
+    shift = torch.maximum(scale, keys.amax(1) * log_k.unit)
+    lowest = torch.maximum(scale, keys[:, 0] * log_k.unit)
     if tokens.seen is not None and tokens.first is not None:
         lowest = torch.where(tokens.seen[:, start, None], lowest, math.inf)
-        begun = keys.masked_fill(~tokens.first[:, start:stop, None], math.inf).amin(1)
+        begun = keys.masked_fill(~tokens.first[:, span, None], math.inf).amin(1) * log_k.unit
         lowest = torch.minimum(lowest, begun.clamp_min(FLOOR))
     out = shift
     if parts is not None:
-        out = keys.masked_fill(~parts.closing, -math.inf).amax(1)
+        out = keys.masked_fill(~parts.closing, -math.inf).amax(1) * log_k.unit
         out = torch.maximum(torch.where(parts.through[..., 0], scale, FLOOR), out)
-    return Piece(start, stop, scale, shift, out, parts), (shift - lowest).amax()
+    return Piece(start, stop, scale, shift, out, parts, keys, product if log_k.tied else None), (shift - lowest).amax()
 
 
 def _halve(
-    log_k: Keys, tokens: Tokens, start: int, stop: int, scale: Float[Tensor, "N m"], limit: float
+    log_k: Logs, tokens: Tokens, start: int, stop: int, scale: Float[Tensor, "N m"], limit: float
 ) -> Iterator[Piece]:
     """Yield safe pieces that together are [start, stop)."""
     piece, spread = _measure(log_k, tokens, start, stop, scale)
@@ -262,7 +238,7 @@ def _halve(
     yield from _halve(log_k, tokens, middle, stop, scale, limit)
 
 
-def plan(log_k: Keys, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: int) -> Iterable[list[Piece]]:
+def plan(log_k: Logs, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: int) -> Iterable[list[Piece]]:
     """Cut the sequence into chunks, and each chunk into safe pieces: one piece a chunk unless its spread is too large.
 
     On a CPU chunks are cut as they are asked for, so that what was read to cut one is in the cache when it is worked.
@@ -274,7 +250,7 @@ def plan(log_k: Keys, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: i
 
 
 def _cut_in_turn(
-    log_k: Keys, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: int, limit: float
+    log_k: Logs, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: int, limit: float
 ) -> Iterator[list[Piece]]:
     for start in range(0, log_k.length, chunk_size):
         pieces = list(_halve(log_k, tokens, start, min(start + chunk_size, log_k.length), scale, limit))
@@ -283,12 +259,12 @@ def _cut_in_turn(
 
 
 def _cut_at_once(
-    log_k: Keys, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: int, limit: float
+    log_k: Logs, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: int, limit: float
 ) -> list[list[Piece]]:
     chunks, spreads = [], []
     for start in range(0, log_k.length, chunk_size):
         piece, spread = _measure(log_k, tokens, start, min(start + chunk_size, log_k.length), scale)
-        chunks.append([piece])
+        chunks.append([piece.without_logs()])
         spreads.append(spread)
         scale = piece.scale
     if log_k.length <= 1:  # decoding: one token is always safe, and nothing is waited for
@@ -298,5 +274,6 @@ def _cut_at_once(
             whole = chunks[number][0]
             entering = chunks[number - 1][-1].scale if number else None
             entering = whole.carry if entering is None else entering
-            chunks[number] = list(_halve(log_k, tokens, whole.start, whole.stop, entering, limit))
+            halves = _halve(log_k, tokens, whole.start, whole.stop, entering, limit)
+            chunks[number] = [piece.without_logs() for piece in halves]
     return chunks

@@ -1,17 +1,19 @@
 """The passes of linear attention over chunks, forward and backward, as one operator that compilers do not look into."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from mercer.ops.checks import full_precision
-from mercer.ops.linear_chunks import FLOOR, exp_, plan
+from mercer.ops.linear_chunks import FLOOR, plan
+from mercer.ops.linear_logs import LogGradients, Logs, exp_, fold
 from mercer.ops.linear_pieces import (
     Part,
     Problem,
     advance_,
     far_sums,
-    fold,
     lift_,
     pieces_backwards,
     row_gradients,
@@ -37,91 +39,119 @@ def _causal_forward(part: Part, o: Tensor, inverse: Tensor, log_total: Tensor) -
     sums, scale = part.sums, part.scale
     for chunk in plan(part.keys, scale, part.tokens, part.size):
         for piece in chunk:
-            at, scale = slice(piece.start, piece.stop), piece.scale
+            at, scale, values = piece.span, piece.scale, part.values_at(piece.span)
             key_weights, row_weights, near = part.piece_weights(piece, log_total[:, :, at])
             out = far_sums(row_weights, sums.mul_(piece.decay), piece)
-            _write(out.baddbmm_(near, part.values[:, at]), at, o, inverse, log_total)
-            advance_(sums, key_weights, part.values[:, at], piece)
+            _write(out.baddbmm_(near, values), at, o, inverse, log_total)
+            advance_(sums, key_weights, values, piece)
     return scale
 
 
-def _causal_backward(part: Part, rows: tuple[Tensor, ...], grad_sums: Tensor, outs) -> Tensor:
+def _causal_backward(part: Part, results: tuple[Tensor, ...], grad_sums: Tensor, outs: "_Gradients") -> Tensor:
     """Write the gradients of rows, keys and values into `outs`; return that of the sums that entered.
 
-    `rows` are the gradient of o, o, inverse, and the gradient of log_total.
+    `results` are the gradient of o, o, inverse, and the gradient of log_total.
     """
-    grad_rows, grad_keys, grad_values = outs
+    assert part.rows is not None
     for piece, before in pieces_backwards(part):
-        at, weights = slice(piece.start, piece.stop), part.piece_weights(piece)
-        grad = row_gradients(*(x[:, :, at] for x in rows))
+        at, weights, values = piece.span, part.piece_weights(piece), part.values_at(piece.span)
+        grad = row_gradients(*(x[:, :, at] for x in results))
         closing = lift_(grad_sums, weights[0], piece)
         grad_value = torch.bmm(weights[2].mT, grad).baddbmm_(closing, grad_sums)
-        grad_values[:, at] = grad_value[..., :-1]
-        weight_gradients_(part, piece, weights, before, grad, grad_sums, (grad_rows[:, :, at], grad_keys[:, at]))
+        outs.values[:, at] = grad_value[..., :-1]
+        grad_row, grad_key = weight_gradients_(part, piece, weights, values, before, grad, grad_sums)
+        outs.rows.put(part.rows, at, grad_row)
+        outs.put_keys(part.keys, at, grad_key)
     return grad_sums
 
 
 def _full_sums_(part: Part, sums: Tensor) -> Tensor:
     """Add all keys to the sums of the state, in place; return their scale."""
-    everything = slice(None)
-    shift = torch.maximum(part.scale, part.keys.at(everything).amax(1)) if part.keys.length else part.scale
+    shift = part.scale
+    for at in part.spans(part.keys.length):
+        keys = part.keys.finished(part.keys.product(at), at)
+        shift = torch.maximum(shift, keys.amax(1) * part.keys.unit)
     sums.mul_(exp_(part.scale - shift)[..., None])
-    for start in range(0, part.keys.length, part.size):
-        at = slice(start, start + part.size)
-        sums.baddbmm_(part.key_weights(at, shift).mT, part.values[:, at])
+    for at in part.spans(part.keys.length):
+        sums.baddbmm_(part.key_weights(at, shift).mT, part.values_at(at))
     return shift
 
 
 def _full_forward(part: Part, o: Tensor, inverse: Tensor, log_total: Tensor) -> Tensor:
     """Do `_causal_forward` where every row sees every key."""
     shift = _full_sums_(part, part.sums)
-    for start in range(0, part.rows.shape[2], part.size):
-        at = slice(start, start + part.size)
+    for at in part.spans(part.num_rows):
         out = torch.bmm(part.row_weights(at, shift, log_total[:, :, at]), part.sums)
         _write(out, at, o, inverse, log_total)
     return shift
 
 
-def _full_backward(part: Part, rows: tuple[Tensor, ...], grad_sums: Tensor, outs) -> Tensor:
+def _full_backward(part: Part, results: tuple[Tensor, ...], grad_sums: Tensor, outs: "_Gradients") -> Tensor:
     """Do `_causal_backward` where every row sees every key."""
-    grad_rows, grad_keys, grad_values = outs
+    assert part.rows is not None
     sums = part.sums.clone()
     shift = _full_sums_(part, sums)
-    for start in range(0, part.rows.shape[2], part.size):
-        at = slice(start, start + part.size)
-        grad = row_gradients(*(x[:, :, at] for x in rows))
+    for at in part.spans(part.num_rows):
+        grad = row_gradients(*(x[:, :, at] for x in results))
         weights = part.row_weights(at, shift)
-        out = grad_rows[:, :, at]
-        torch.mul(torch.bmm(grad, sums.mT).view_as(out), weights.view_as(out), out=out)
+        outs.rows.put(part.rows, at, torch.bmm(grad, sums.mT).mul_(weights))
         grad_sums.baddbmm_(weights.mT, grad)
-    for start in range(0, part.keys.length, part.size):
-        at = slice(start, start + part.size)
+    for at in part.spans(part.keys.length):
         weights = part.key_weights(at, shift)
-        torch.mul(torch.bmm(part.values[:, at], grad_sums.mT), weights, out=grad_keys[:, at])
-        grad_values[:, at] = torch.bmm(weights, grad_sums)[..., :-1]
+        outs.put_keys(part.keys, at, torch.bmm(part.values_at(at), grad_sums.mT).mul_(weights))
+        outs.values[:, at] = torch.bmm(weights, grad_sums)[..., :-1]
     return grad_sums.mul_(exp_(part.scale - shift)[..., None])
 
 
+@dataclass(frozen=True)
+class _Gradients:
+    """Where the gradients of some heads over a stretch go."""
+
+    rows: LogGradients
+    keys: LogGradients
+    offset: Float[Tensor, "N S 1"] | None
+    values: Float[Tensor, "N S Dv"]
+
+    def part(self, heads: slice, span: slice) -> "_Gradients":
+        offset = None if self.offset is None else self.offset[heads, span]
+        return _Gradients(self.rows.part(heads, span), self.keys.part(heads, span), offset, self.values[heads, span])
+
+    def put_keys(self, keys: Logs, at: slice, grad: Float[Tensor, "N n m"]) -> None:
+        """Take the gradient of the log features of some keys."""
+        if self.offset is not None:
+            torch.sum(grad, -1, keepdim=True, out=self.offset[:, at])
+        self.keys.put(keys, at, grad)
+
+
 _ARGUMENTS = (
-    "Tensor log_q, Tensor log_k, Tensor v, Tensor sums, Tensor scale, Tensor? mask, Tensor? documents, Tensor last, "
-    "bool causal, int chunk_size) -> "
+    "Tensor log_q, Tensor? q_weight, Tensor log_k, Tensor? k_weight, Tensor? k_offset, Tensor v, Tensor sums, "
+    "Tensor scale, Tensor? mask, Tensor? documents, Tensor last, bool causal, int chunk_size) -> "
 )
+
+
+def _problem(log_q, q_weight, log_k, k_weight, k_offset, v, *others) -> Problem:
+    count = v.shape[0] * v.shape[1]
+    keys = Logs.of(log_k, k_weight, count, offset=k_offset)
+    return Problem.of(Logs.of(log_q, q_weight, count), keys, v, *others)
 
 
 @torch.library.custom_op(
     "mercer::linear_attention", mutates_args=(), schema=f"({_ARGUMENTS}(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-def linear_attention_op(log_q, log_k, v, sums, scale, mask, documents, last, causal, chunk_size):
+def linear_attention_op(
+    log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, mask, documents, last, causal, chunk_size
+):
     """Return o, one over the weight of each row, the sums and their scale after the last token, and log weights.
 
-    A row's weight is counted in a unit of its own in the second output; its log, in the last one, is not: FLOOR where a
-    row sees nothing.
+    With a weight, log features are log_q q_weight' and log_k k_weight' + k_offset. A row's weight is counted in a unit
+    of its own in the second output; its log, in the last one, is not: FLOOR where a row sees nothing.
     """
     o, inverse, log_total = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1, 1))
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
     with full_precision(log_q.device):
-        problem = Problem.of(log_q, log_k, v, new_sums, scale, mask, documents, last, causal, chunk_size)
-        folded = [fold(x, problem.keys.logs) for x in (o, inverse, log_total)]
+        others = (new_sums, scale, mask, documents, last, causal, chunk_size)
+        problem = _problem(log_q, q_weight, log_k, k_weight, k_offset, v, *others)
+        folded = [fold(x, len(problem.values)) for x in (o, inverse, log_total)]
         for stretch in problem.stretches():
             part, forward = problem.part(stretch), _causal_forward if causal else _full_forward
             new_scale.flatten(0, 1)[stretch.heads] = forward(part, *(x[stretch.heads, :, stretch.span] for x in folded))
@@ -133,40 +163,46 @@ def linear_attention_op(log_q, log_k, v, sums, scale, mask, documents, last, cau
 @torch.library.custom_op(
     "mercer::linear_attention_backward",
     mutates_args=(),
-    schema="(Tensor grad_o, Tensor grad_sums, Tensor grad_log_total, Tensor o, Tensor inverse, "
-    f"{_ARGUMENTS}(Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor grad_o, Tensor grad_sums, Tensor grad_log_total, Tensor o, Tensor inverse, bool[] weigh, "
+    f"{_ARGUMENTS}Tensor[]",
 )
 def _backward_op(
-    grad_o, grad_sums, grad_log_total, o, inverse, log_q, log_k, v, sums, scale, mask, documents, last, causal, size
-):
-    """Return the gradients of log_q, log_k, v and the sums that entered."""
-    grads = [x.new_empty(x.shape) for x in (log_q, log_k, v)]
-    grad_before = sums.new_zeros(sums.shape)
+    grad_o, grad_sums, grad_log_total, o, inverse, weigh, log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale,
+    mask, documents, last, causal, size,
+):  # fmt: skip
+    """Return the gradients of the arguments up to sums that are given; zeros for weights that do not `weigh`."""
+    grad_v, grad_before = v.new_empty(v.shape), sums.new_zeros(sums.shape)
+    grad_offset = None if k_offset is None else torch.empty_like(k_offset, memory_format=torch.contiguous_format)
     with full_precision(log_q.device):
-        problem = Problem.of(log_q, log_k, v, sums, scale, mask, documents, last, causal, size)
-        folded = [fold(x, problem.keys.logs) for x in (grads[0], grad_o, o, inverse, grad_log_total)]
-        after = grad_sums.flatten(0, 1)
+        logs = (log_q, q_weight, log_k, k_weight, k_offset)
+        problem = _problem(*logs, v, sums, scale, mask, documents, last, causal, size)
+        count = len(problem.values)
+        folded = [fold(x, count) for x in (grad_o, o, inverse, grad_log_total)]
+        rows = LogGradients.like(log_q, q_weight, count, weigh=weigh[0])
+        keys = LogGradients.like(log_k, k_weight, count, weigh=weigh[1])
+        offset = None if grad_offset is None else grad_offset.flatten(0, 1)[..., None]
+        outs, after = _Gradients(rows, keys, offset, grad_v.flatten(0, 1)), grad_sums.flatten(0, 1)
         for stretch in problem.stretches():
             heads, span = stretch.heads, stretch.span
-            grad_rows, *rows = (x[heads, :, span] for x in folded)
-            outs = (grad_rows, *(x.flatten(0, 1)[heads, span] for x in grads[1:]))
+            results = tuple(x[heads, :, span] for x in folded)
             leaving = after[heads].clone() if stretch.closes else torch.zeros_like(after[heads])
             backward = _causal_backward if causal else _full_backward
-            entering = backward(problem.part(stretch), tuple(rows), leaving, outs)
+            entering = backward(problem.part(stretch), results, leaving, outs.part(heads, span))
             if stretch.opens:
                 grad_before.flatten(0, 1)[heads] = entering
-    return *grads, grad_before
+    of_logs = [*rows.results(log_q, q_weight), *keys.results(log_k, k_weight)]
+    return [*of_logs, *([] if grad_offset is None else [grad_offset]), grad_v, grad_before]
 
 
 @linear_attention_op.register_fake
-def _(log_q, log_k, v, sums, scale, mask, documents, last, causal, chunk_size):
+def _(log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, mask, documents, last, causal, chunk_size):
     o, inverse, log_total = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1, 1))
     return o, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape), log_total
 
 
 @_backward_op.register_fake
-def _(grad_o, grad_sums, grad_log_total, o, inverse, log_q, log_k, v, sums, scale, *others):
-    return *(x.new_empty(x.shape) for x in (log_q, log_k, v)), sums.new_empty(sums.shape)
+def _(grad_o, grad_sums, grad_log_total, o, inverse, weigh, *arguments):
+    return [x.new_empty(x.shape) for x in arguments[:7] if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -175,8 +211,11 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, grad_o, grad_inverse, grad_sums, grad_scale, grad_log_total):
-    grads = _backward_op(grad_o, grad_sums, grad_log_total, *ctx.saved_tensors, ctx.causal, ctx.size)
-    return *grads, None, None, None, None, None, None
+    o, inverse, *arguments = ctx.saved_tensors
+    weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+    grads = _backward_op(grad_o, grad_sums, grad_log_total, o, inverse, weigh, *arguments, ctx.causal, ctx.size)
+    grads = iter(grads)
+    return *(None if x is None else next(grads) for x in arguments[:7]), *[None] * 6
 
 
 linear_attention_op.register_autograd(_differentiate, setup_context=_save)

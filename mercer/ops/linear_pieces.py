@@ -1,8 +1,8 @@
 """Heads folded, cut into parts and pieces: what the operators of feature space share, forward and backward.
 
 Heads are folded: N = B Hk heads of keys, each with the G = H / Hk query heads that share it, whose rows stand below
-each other in one matrix product. The sums [N, m, W], W = Dv + 1, hold S and, as a last column, z: values have
-a column of ones.
+each other in one matrix product. The sums [N, m, W], W = Dv + 1, hold S and, as a last column, z: values get a column
+of ones when a piece is worked.
 """
 
 from collections.abc import Iterator
@@ -15,55 +15,95 @@ from torch import Tensor
 from mercer.ops.linear_chunks import (
     FLOOR,
     Documents,
-    Keys,
     Piece,
     Tokens,
     chunk_length,
-    exp_,
     heads_at_once,
     plan,
     tokens_of,
 )
+from mercer.ops.linear_logs import Logs
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some folded heads over a stretch of tokens that can be worked by itself; padded keys and values are gone."""
+    """Some folded heads over a stretch of tokens that can be worked by itself; padded keys are gone.
 
-    rows: Float[Tensor, "N G T m"]
-    keys: Keys
-    values: Float[Tensor, "N S W"]
+    `rows` None: the log features of a row are the product that its key is made of.
+    """
+
+    rows: Logs | None
+    keys: Logs
+    values: Float[Tensor, "N S Dv"]
     sums: Float[Tensor, "N m W"]
     scale: Float[Tensor, "N m"]
     tokens: Tokens
     size: int
 
-    def real(self, at: slice) -> Bool[Tensor, "N n"] | None:
+    @property
+    def groups(self) -> int:
+        """Rows that share a key, one of each query head."""
+        return 1 if self.rows is None else self.rows.x.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that have rows."""
+        return self.keys.length if self.rows is None else self.rows.length
+
+    def spans(self, length: int) -> Iterator[slice]:
+        """Cut a number of tokens into chunks."""
+        return (slice(start, start + self.size) for start in range(0, length, self.size))
+
+    def real_rows(self, at: slice) -> Bool[Tensor, "N n"] | None:
         """Return which of these rows are real tokens; None where all are, or where rows and keys are not the same."""
         real = self.tokens.real
-        return real[:, at] if real is not None and real.shape[1] == self.rows.shape[2] else None
+        return real[:, at] if real is not None and real.shape[1] == self.num_rows else None
 
-    def row_weights(self, at: slice, shift: Tensor, peak: Tensor | None = None) -> Float[Tensor, "N Gn m"]:
-        """Return exp(log_q + shift), each row divided by its largest entry, whose log goes to `peak`; 0 if padded."""
-        weights, real = self.rows[:, :, at] + shift[:, None, None], self.real(at)
+    def values_at(self, at: slice) -> Float[Tensor, "N n W"]:
+        """Return values and a column of ones, without what padded tokens hold."""
+        values, real = self.values[:, at].to(self.sums.dtype), self.tokens.real
+        if real is not None:
+            values = values.masked_fill(~real[:, at, None], 0)
+        return with_ones(values)
+
+    def row_weights(
+        self, at: slice, shift: Tensor, peak: Tensor | None = None, product: Tensor | None = None
+    ) -> Float[Tensor, "N Gn m"]:
+        """Return exp(log_q + shift), each row divided by its largest entry, whose log goes to `peak`; 0 if padded.
+
+        `product`, if it is at hand already, is kept.
+        """
+        rows, shift = self.keys if self.rows is None else self.rows, shift[:, None]
+        if product is None:
+            product = rows.product(at)
+            weights = rows.add(product, shift)
+        else:
+            weights = product + shift / rows.unit
         largest = weights.amax(-1, keepdim=True).clamp_min_(FLOOR)
-        weights -= largest
         if peak is not None:
-            peak.copy_(largest)
-        exp_(weights)
+            torch.mul(largest.view(peak.shape), rows.unit, out=peak)
+        rows.exp_(weights.sub_(largest))
+        real = self.real_rows(at)
         if real is not None:  # whatever a padded row holds, NaN too, must not reach the keys through 0 * NaN
-            weights.masked_fill_(~real[:, None, :, None], 0)
-        return weights.flatten(1, 2)
+            weights.unflatten(1, (self.groups, -1)).masked_fill_(~real[:, None, :, None], 0)
+        return weights
 
-    def key_weights(self, at: slice, shift: Tensor) -> Float[Tensor, "N n m"]:
-        """Return exp(log_k - shift)."""
-        return exp_(self.keys.at(at) - shift[:, None])
+    def key_weights(self, at: slice, shift: Tensor, logs: Tensor | None = None) -> Float[Tensor, "N n m"]:
+        """Return exp(log_k - shift); `logs`, if they are at hand already, are used up where they may be."""
+        keys, shift = self.keys, -shift[:, None]
+        if logs is None:
+            logs = keys.finished(keys.product(at), at, keep=False)
+        return keys.exp_(keys.add(logs, shift, keep=keys.tied and keys.factor is None and keys.offset is None))
 
     def piece_weights(self, piece: Piece, peak: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights of keys and of rows, and those between them that look back, [N, G n, n]."""
-        at = slice(piece.start, piece.stop)
-        key_weights, row_weights = self.key_weights(at, piece.shift), self.row_weights(at, piece.shift, peak)
-        near = look_back_(torch.bmm(row_weights, key_weights.mT), self.rows.shape[1], piece.parts)
+        at, product, logs = piece.span, piece.product, piece.logs
+        if logs is None:
+            product = self.keys.product(at)
+            logs = self.keys.finished(product, at, keep=self.keys.tied)
+        row_weights = self.row_weights(at, piece.shift, peak, product if self.keys.tied else None)
+        key_weights = self.key_weights(at, piece.shift, logs)
+        near = look_back_(torch.bmm(row_weights, key_weights.mT), self.groups, piece.parts)
         return key_weights, row_weights, near
 
 
@@ -80,10 +120,10 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of the operator with the heads folded."""
+    """The arguments of an operator with the heads folded; see `Part`."""
 
-    rows: Float[Tensor, "N G T m"]
-    keys: Keys
+    rows: Logs | None
+    keys: Logs
     values: Float[Tensor, "N S Dv"]
     sums: Float[Tensor, "N m W"]
     scale: Float[Tensor, "N m"]
@@ -93,27 +133,23 @@ class Problem:
     size: int
 
     @classmethod
-    def of(
-        cls, log_q, log_k, v, sums, scale, mask, documents, last, causal, chunk_size, factor=None, offset=None
-    ) -> "Problem":
-        """Fold the heads; with `factor` and `offset` [B, Hk, T], the keys' log features are factor log_k + offset."""
+    def of(cls, rows: Logs | None, keys: Logs, v, sums, scale, mask, documents, last, causal, chunk_size) -> "Problem":
+        """Fold the heads of the rest."""
         occupied = (scale > FLOOR).flatten(1).any(1)
-        tokens = tokens_of(mask, documents, last, occupied, log_k.shape[1])
-        keys, values, sums, scale = (x.flatten(0, 1) for x in (log_k, v, sums, scale))
-        scales = (None if x is None else x.flatten(0, 1)[..., None] for x in (factor, offset))
-        size = chunk_length(log_k.device, chunk_size)
-        return cls(fold(log_q, keys), Keys(keys, *scales), values, sums, scale, tokens, last.shape[0], causal, size)
+        tokens = tokens_of(mask, documents, last, occupied, v.shape[1])
+        values, sums, scale = (x.flatten(0, 1) for x in (v, sums, scale))
+        size = chunk_length(v.device, chunk_size)
+        return cls(rows, keys, values, sums, scale, tokens, last.shape[0], causal, size)
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield a few heads at a time, so that a chunk of them stays in the cache; without causality, each document."""
-        count, length, features = self.keys.logs.shape
+        count, length = len(self.keys.x), self.keys.length
         if not count:
             return
         if self.causal or self.tokens.runs is None:
-            row_bytes = features * self.scale.element_size()
-            step = heads_at_once(
-                self.scale.device, count, (self.rows.shape[1] + 1) * min(self.size, length) * row_bytes
-            )
+            row_bytes = (1 if self.rows is None else self.rows.x.shape[1]) + 1
+            row_bytes *= self.keys.features * self.scale.element_size()
+            step = heads_at_once(self.scale.device, count, min(self.size, length) * row_bytes)
             for start in range(0, count, step):
                 heads = slice(start, min(start + step, count))
                 yield Stretch(heads, slice(None), self.tokens.of_heads(heads.start, heads.stop), True, True)
@@ -128,22 +164,18 @@ class Problem:
                 yield Stretch(heads, slice(start, stop), Tokens(real=real), run == 0, stop == length)
 
     def part(self, stretch: Stretch) -> Part:
-        """Cut a stretch out, without what padded tokens hold; its sums are a view of these."""
-        heads, span, real = stretch.heads, stretch.span, stretch.tokens.real
-        keys, given = self.keys.part(heads, span, real), self.values[heads, span]
-        if real is not None:
-            given = given.masked_fill(~real[..., None], 0)
-        values = self.sums.new_ones(*given.shape[:2], given.shape[2] + 1)
-        values[..., :-1] = given
+        """Cut a stretch out; its sums are a view of these."""
+        heads, span, tokens = stretch.heads, stretch.span, stretch.tokens
+        rows, keys = self.rows and self.rows.part(heads, span), self.keys.part(heads, span, tokens.real)
         sums, scale = self.sums[heads], self.scale[heads]
         if not stretch.opens:
             sums, scale = torch.zeros_like(sums), torch.full_like(scale, FLOOR)
-        return Part(self.rows[heads, :, span], keys, values, sums, scale, stretch.tokens, self.size)
+        return Part(rows, keys, self.values[heads, span], sums, scale, tokens, self.size)
 
 
-def fold(x: Tensor, keys: Tensor) -> Float[Tensor, "N G T d"]:
-    groups = x.shape[0] * x.shape[1] // max(keys.shape[0], 1)
-    return x.reshape(keys.shape[0], groups, *x.shape[2:])
+def with_ones(values: Float[Tensor, "N n Dv"]) -> Float[Tensor, "N n W"]:
+    """Append a column of ones."""
+    return torch.cat([values, values.new_ones(*values.shape[:2], 1)], -1)
 
 
 def look_back_(weights: Float[Tensor, "N Gn n"], groups: int, parts: Documents | None) -> Float[Tensor, "N Gn n"]:
@@ -174,16 +206,13 @@ def advance_(sums: Tensor, key_weights: Tensor, values: Tensor, piece: Piece) ->
     return sums.baddbmm_(key_weights.mT, values * piece.parts.closing).mul_(piece.lift)
 
 
-def entering_sums(part: Part, sums: Tensor, groups: list[list[Piece]]) -> list[Tensor]:
-    """Return the sums that enter each of these consecutive groups of pieces, `sums` entering the first."""
-    entering = [sums]
-    for pieces in groups[:-1]:
-        sums = sums.clone()
-        for piece in pieces:
-            at = slice(piece.start, piece.stop)
-            advance_(sums.mul_(piece.decay), part.key_weights(at, piece.shift), part.values[:, at], piece)
-        entering.append(sums)
-    return entering
+def _after(part: Part, sums: Tensor, pieces: list[Piece]) -> Float[Tensor, "N m W"]:
+    """Return the sums after some pieces."""
+    sums = sums.clone()
+    for piece in pieces:
+        key_weights = part.key_weights(piece.span, piece.shift, piece.logs)
+        advance_(sums.mul_(piece.decay), key_weights, part.values_at(piece.span), piece)
+    return sums
 
 
 def pieces_backwards(part: Part) -> Iterator[tuple[Piece, Tensor]]:
@@ -191,10 +220,16 @@ def pieces_backwards(part: Part) -> Iterator[tuple[Piece, Tensor]]:
 
     Those entering the chunks are kept, and, of one chunk at a time, those entering its pieces.
     """
-    chunks = list(plan(part.keys, part.scale, part.tokens, part.size))
-    entering = entering_sums(part, part.sums, chunks) if chunks else []
+    chunks, entering, sums, before = [], [], part.sums, []
+    for pieces in plan(part.keys, part.scale, part.tokens, part.size):
+        sums = _after(part, sums, before) if before else sums
+        entering.append(sums)
+        chunks.append([piece.without_logs() for piece in pieces])
+        before = pieces
     for pieces in reversed(chunks):
-        inside = entering_sums(part, entering.pop(), [[piece] for piece in pieces])
+        inside = [entering.pop()]
+        for piece in pieces[:-1]:
+            inside.append(_after(part, inside[-1], [piece]))
         yield from zip(reversed(pieces), reversed(inside), strict=True)
 
 
@@ -218,16 +253,16 @@ def row_gradients(
     return grad.flatten(1, 2)
 
 
-def weight_gradients_(part: Part, piece: Piece, weights, before: Tensor, grad: Tensor, grad_sums: Tensor, outs) -> None:
-    """Write the gradients of log_q and log_k in one piece into `outs`; added up if they are one tensor.
+def weight_gradients_(
+    part: Part, piece: Piece, weights, values: Tensor, before: Tensor, grad: Tensor, grad_sums: Tensor
+) -> tuple[Float[Tensor, "N Gn m"], Float[Tensor, "N n m"]]:
+    """Return the gradients of log_q and log_k in one piece.
 
     In place, `grad_sums` goes from the leaving sums, at the shift of the piece, to the entering ones; `grad`, of the
     undivided sums of rows, is used up.
     """
-    at, parts, (key_weights, row_weights, _) = slice(piece.start, piece.stop), piece.parts, weights
-    grad_rows, grad_keys = outs
-    values = part.values[:, at]
-    grad_near = look_back_(torch.bmm(grad, values.mT), part.rows.shape[1], parts)
+    parts, (key_weights, row_weights, _) = piece.parts, weights
+    grad_near = look_back_(torch.bmm(grad, values.mT), part.groups, parts)
     grad_row = torch.bmm(grad_near, key_weights)
     grad_key = torch.bmm(grad_near.mT, row_weights)
     if parts is not None:
@@ -238,8 +273,4 @@ def weight_gradients_(part: Part, piece: Piece, weights, before: Tensor, grad: T
     if parts is not None:
         grad_sums.mul_(parts.through)
     grad_sums.baddbmm_(row_weights.mT, grad).mul_(piece.decay)
-    torch.mul(grad_row.view_as(grad_rows), row_weights.view_as(grad_rows), out=grad_rows)
-    if grad_keys is None:
-        grad_rows.addcmul_(grad_key.view_as(grad_rows), key_weights.view_as(grad_rows))
-    else:
-        torch.mul(grad_key, key_weights, out=grad_keys)
+    return grad_row.mul_(row_weights), grad_key.mul_(key_weights)

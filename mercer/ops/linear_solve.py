@@ -18,6 +18,7 @@ from mercer.ops.checks import (
 )
 from mercer.ops.linear_chunks import document_ids
 from mercer.ops.linear_definition import Definition, Sums, segment_after
+from mercer.ops.linear_logs import Factored, LogFeatures, arguments_of, dense, offset_of, outline
 from mercer.ops.linear_solve_passes import linear_kernel_solve_op
 
 
@@ -48,8 +49,8 @@ class Rescaled:
 
 
 def linear_kernel_solve_naive(
-    log_rows: Float[Tensor, "B H T m"],
-    log_cols: Float[Tensor, "B Hc T m"] | Rescaled,
+    log_rows: Float[Tensor, "B H T m"] | Factored,
+    log_cols: Float[Tensor, "B Hc T m"] | Factored | Rescaled,
     rhs: Float[Tensor, "B Hv T Dv"],
     *,
     ridge: float | Tensor,
@@ -68,9 +69,11 @@ def linear_kernel_solve_naive(
     >>> linear_kernel_solve_naive(r, r, torch.tensor([[[[1.0], [2.0]]]]), ridge=0.0)[0].flatten()
     tensor([1., 3.])
     """
-    with full_precision(log_rows.device):
-        log_cols = log_cols.of(log_rows) if isinstance(log_cols, Rescaled) else log_cols
-        log_rows, log_cols, right, ridge_, past = _prepare(log_rows, log_cols, rhs, ridge, mask, segments, state)
+    with full_precision(rhs.device):
+        log_rows = dense(log_rows)
+        log_cols = log_cols.of(log_rows) if isinstance(log_cols, Rescaled) else dense(log_cols)
+        right, ridge_, past = _prepare(log_rows, log_cols, rhs, ridge, mask, segments, state)
+        log_rows, log_cols = (repeat_heads(x, right.shape[1]) for x in (log_rows, log_cols))
         definition = Definition.of(log_cols, mask, segments, past)
         weights, before, total = definition.weights(log_rows)
         system = weights / total + torch.diag_embed(ridge_)
@@ -80,8 +83,8 @@ def linear_kernel_solve_naive(
 
 
 def linear_kernel_solve(
-    log_rows: Float[Tensor, "B H T m"],
-    log_cols: Float[Tensor, "B Hc T m"] | Rescaled,
+    log_rows: Float[Tensor, "B H T m"] | Factored,
+    log_cols: Float[Tensor, "B Hc T m"] | Factored | Rescaled,
     rhs: Float[Tensor, "B Hv T Dv"],
     *,
     ridge: float | Tensor,
@@ -99,8 +102,8 @@ def linear_kernel_solve(
     the stability: 0.1 is a good start.
 
     Args:
-        log_rows: log features of the rows.
-        log_cols: log features of the columns. The same tensor as `log_rows` costs less than an equal one, and so do
+        log_rows: log features of the rows; `Factored` ones are not written to memory on a CPU.
+        log_cols: log features of the columns. The same object as `log_rows` costs less than an equal one, and so do
             columns that are `Rescaled` rows.
         rhs: right-hand sides.
         ridge: added to the diagonal; a float, [H], or anything that broadcasts to [B, H, T].
@@ -127,28 +130,48 @@ def linear_kernel_solve(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size ({chunk_size}) must be at least 1")
-    rescaled, same = (log_cols, log_rows) if isinstance(log_cols, Rescaled) else (None, log_cols)
-    one = log_rows is same and log_rows.shape[1] >= rhs.shape[1]
-    log_rows, same, right, ridge_, past = _prepare(log_rows, same, rhs, ridge, mask, segments, state)
-    scales = (None, None) if rescaled is None else _scales(rescaled, log_rows, past)
+    rescaled, log_cols = (log_cols, log_rows) if isinstance(log_cols, Rescaled) else (None, log_cols)
+    right, ridge_, past = _prepare(outline(log_rows), outline(log_cols), rhs, ridge, mask, segments, state)
+    heads, dtype = right.shape[1], past.sums.dtype
+    with full_precision(rhs.device):
+        rows, keys = _of_heads(log_rows, heads), _of_heads(log_cols, heads)
+        cols = (None, None) if log_cols is log_rows else arguments_of(keys, heads, dtype, mask)
+        logs = *arguments_of(rows, heads, dtype, mask), *cols
+        if rescaled is None:
+            scales = None, offset_of(keys, dtype, mask)
+        else:
+            factor, offset = _scales(rescaled, outline(log_rows), heads, dtype)
+            of_rows = offset_of(rows, dtype, mask)
+            scales = factor, offset if of_rows is None else offset + factor * of_rows
     documents = document_ids(mask, segments, past.segment)
-    refuse_tangents(log_rows, same, right, ridge_, past.sums, *scales)
-    cols = None if one or rescaled else same
+    refuse_tangents(*logs, right, ridge_, past.sums, *scales)
     u, _, sums, c = linear_kernel_solve_op(
-        log_rows, cols, *scales, right, ridge_, past.sums, past.c, mask, documents, past.segment, chunk_size
+        *logs, *scales, right, ridge_, past.sums, past.c, mask, documents, past.segment, chunk_size
     )
     state = LinearSolveState(sums=sums, c=c, segment=segment_after(documents, past))
     return u.to(rhs.dtype), state
 
 
-def _scales(rescaled: Rescaled, log_rows: Tensor, past: Sums) -> list[Float[Tensor, "B H T"]]:
-    """Return factor and offset for the heads of the rows."""
-    batch, heads, length, _ = log_rows.shape
+def _of_heads(log_phi: LogFeatures, heads: int) -> LogFeatures:
+    """Repeat log features for every head of the widest input."""
+    if not isinstance(log_phi, Factored):
+        return repeat_heads(log_phi, heads)
+    offset = log_phi.offset
+    return Factored(
+        repeat_heads(log_phi.x, heads),
+        repeat_heads(log_phi.weight[None], heads)[0],
+        offset and (lambda: repeat_heads(offset(), heads)),
+    )
+
+
+def _scales(rescaled: Rescaled, log_rows: Tensor, heads: int, dtype: torch.dtype) -> list[Float[Tensor, "B H T"]]:
+    """Return factor and offset for all heads."""
+    batch, rows, length, _ = log_rows.shape
     for name, x in (("factor", rescaled.factor), ("offset", rescaled.offset)):
-        if x.dim() != 3 or (x.shape[0], x.shape[2]) != (batch, length) or heads % max(1, x.shape[1]):
+        if x.dim() != 3 or (x.shape[0], x.shape[2]) != (batch, length) or rows % max(1, x.shape[1]):
             raise ValueError(f"{name} {tuple(x.shape)} must be one number a token of log_rows {tuple(log_rows.shape)}")
     given = (rescaled.factor, rescaled.offset)
-    return [repeat_heads(x[..., None].to(past.sums.dtype), heads)[..., 0] for x in given]
+    return [repeat_heads(x[..., None].to(dtype), heads)[..., 0] for x in given]
 
 
 def _prepare(
@@ -159,8 +182,8 @@ def _prepare(
     mask: Tensor | None,
     segments: Tensor | None,
     state: LinearSolveState | None,
-) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "B H T"], Sums]:
-    """Check the boundary; bring all to the same heads, right-hand sides to zeros and the ridge to 1 where padded."""
+) -> tuple[Tensor, Float[Tensor, "B H T"], Sums]:
+    """Check the boundary; give right-hand sides and ridge all heads, and zeros and 1 where padded."""
     heads = max(x.shape[1] for x in (log_rows, log_cols, rhs))
     check_heads(heads, log_rows=log_rows, log_cols=log_cols, rhs=rhs)
     batch, _, length, features = log_rows.shape
@@ -176,8 +199,8 @@ def _prepare(
     needed = (batch, heads, features, rhs.shape[3])
     if state is not None and tuple(state.S.shape) != needed:
         raise ValueError(f"state holds sums S {tuple(state.S.shape)}; these inputs need {needed}")
-    log_rows, log_cols, rhs = (repeat_heads(x, heads) for x in (log_rows, log_cols, rhs))
-    past = Sums.of(state, log_cols, rhs, log_rows)
+    rhs = repeat_heads(rhs, heads)
+    past = Sums.of(state, repeat_heads(log_cols, heads), rhs, log_rows)
     right = zero_padding(rhs.to(past.sums.dtype), mask)
     ridge_ = per_row("ridge", ridge, right)
-    return log_rows, log_cols, right, ridge_ if mask is None else ridge_.masked_fill(~mask[:, None], 1.0), past
+    return right, ridge_ if mask is None else ridge_.masked_fill(~mask[:, None], 1.0), past

@@ -5,9 +5,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mercer.ops.checks import compute_dtype, full_precision, refuse_tangents, zero_padding
-from mercer.ops.linear import LinearState
+from mercer.ops.linear import LinearState, log_arguments
 from mercer.ops.linear_chunks import FLOOR, document_ids
 from mercer.ops.linear_definition import Sums
+from mercer.ops.linear_logs import LogFeatures, offset_of, outline
 from mercer.ops.linear_passes import linear_attention_op
 from mercer.ops.near_far_blocks import block_length, near_attention_op
 from mercer.ops.near_far_definition import Features, NearFarState, check_near_far, past_of
@@ -42,8 +43,8 @@ def near_far_attention(
         q: queries, H a multiple of Hk.
         k: keys.
         v: values.
-        q_features: log phi, from queries [B, H, N, D] to [B, H, N, m], token by token; it includes any scale. None:
-            near keys alone.
+        q_features: log phi, from queries [B, H, N, D] to [B, H, N, m], `Factored` or not, token by token; it includes
+            any scale. None: near keys alone.
         k_features: log psi, from keys [B, Hk, N, D] to [B, Hk, N, m]. It is asked for the keys that leave the window,
             so the state need not hold the features of those inside.
         window: how many keys, the query's own included, are exact. At least 1 without features.
@@ -122,8 +123,8 @@ def _near(
 
 
 def _far(
-    log_q: Tensor,
-    log_k: Tensor,
+    log_q: LogFeatures,
+    log_k: LogFeatures,
     v: Tensor,
     rows: Bool[Tensor, "B T"] | None,
     run: Int[Tensor, "B T"] | None,
@@ -135,13 +136,17 @@ def _far(
     Where that key does not count, because it is of another document or a sink, the row sees none at all: it stands too
     near to the start of its document. So one mask, `rows`, serves both.
     """
-    past_sums = Sums.of(past, log_k, v, log_q)
+    past_sums = Sums.of(past, outline(log_k), v, outline(log_q))
     entering = torch.zeros_like(past_sums.segment)  # documents are numbered anew in each call
     documents = None if run is None or rows is None else document_ids(rows, run, entering)
-    refuse_tangents(log_q, log_k, v)
+    logs = log_arguments(log_q, log_k, v, past_sums, rows)
+    refuse_tangents(*logs, v)
     o, _, sums, c, log_total = linear_attention_op(
-        log_q, log_k, v, past_sums.sums, past_sums.c, rows, documents, entering, True, chunk_size
+        *logs, v, past_sums.sums, past_sums.c, rows, documents, entering, True, chunk_size
     )
+    row_offset = offset_of(log_q, log_total.dtype)  # which the operator left out
+    if row_offset is not None:
+        log_total = log_total + row_offset[..., None]
     if documents is not None and run is not None:  # sums of a document that has ended are forgotten
         ended = (documents[:, -1] != run[:, -1])[:, None, None]
         sums, c = sums.masked_fill(ended[..., None], 0), c.masked_fill(ended, FLOOR)

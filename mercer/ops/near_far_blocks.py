@@ -12,7 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mercer.ops.checks import full_precision
-from mercer.ops.linear_chunks import FLOOR, exp_
+from mercer.ops.linear_chunks import FLOOR
+from mercer.ops.linear_logs import exp_
 
 _WORK_BYTES = {"cpu": 1 << 20}  # scores worked together: a second-level cache; elsewhere enough to keep all units busy
 _ELSEWHERE = 1 << 26

@@ -13,8 +13,9 @@ from mercer.ops.checks import check_heads, check_mask, check_segments, compute_d
 from mercer.ops.linear import LinearState
 from mercer.ops.linear_chunks import FLOOR
 from mercer.ops.linear_definition import Sums
+from mercer.ops.linear_logs import LogFeatures, dense
 
-Features = Callable[[Tensor], Tensor]
+Features = Callable[[Tensor], LogFeatures]
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def near_far_attention_naive(
                 o = o.index_copy(2, tokens, out)
             outs.append(o)
             states.append(past)
-        empty = features and Sums.of(None, features[1](k[:1, :, :1]), v[:1], q)
+        empty = features and Sums.of(None, dense(features[1](k[:1, :, :1])), v[:1], q)
     return torch.cat(outs).to(v.dtype), _stack(states, empty)
 
 
@@ -160,7 +161,7 @@ class _Definition:
         if self.features is None:
             out, sums = logits.softmax(-1) @ values_, None
         else:
-            log_q, log_k = self.features[0](q).to(self.dtype), self.features[1](keys).to(self.dtype)
+            log_q, log_k = (dense(f(x)).to(self.dtype) for f, x in zip(self.features, (q, keys), strict=True))
             sums = Sums.of(past.far, log_k, v)
             pairs = log_q[..., :, None, :] + repeat_heads(log_k, heads)[..., None, :, :]
             logits = torch.where((back >= 0) & ~near, torch.logsumexp(pairs, -1), logits)

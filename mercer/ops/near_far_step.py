@@ -16,6 +16,7 @@ from mercer.ops.checks import compute_dtype, zero_padding
 from mercer.ops.linear import LinearState
 from mercer.ops.linear_chunks import FLOOR
 from mercer.ops.linear_definition import Sums
+from mercer.ops.linear_logs import dense
 from mercer.ops.near_far_definition import Features, NearFarState
 
 
@@ -53,7 +54,7 @@ def near_far_step(
         k_leaving, v_leaving = past.k_window[:, :, :1].to(k.dtype), past.v_window[:, :, :1].to(v.dtype)
         stays = hidden[:, 0, :, -1:] if mask is None else hidden[:, 0, :, -1:] | ~mask[..., None]
         far = _let_in(features[1], k_leaving, v_leaving, stays, past.far, dtype)
-        log_q = features[0](q)
+        log_q = dense(features[0](q))
         log_q = log_q.reshape(*grouped, log_q.shape[3])
         weights = torch.cat([logits, log_q + far.c[:, :, None]], -1).softmax(-1)
         near, beyond = weights[..., : window + sinks], weights[..., window + sinks :]
@@ -96,7 +97,7 @@ def _let_in(
     dtype: torch.dtype,
 ) -> LinearState:
     """Return the far field with the key that leaves the window now, unless it stays outside."""
-    log_k = k_features(k).to(dtype)
+    log_k = dense(k_features(k)).to(dtype)
     before = Sums.of(past, log_k, v)
     log_k = log_k.to(before.sums.dtype).squeeze(2).masked_fill(stays, float("-inf"))
     c = torch.maximum(before.c, log_k.detach())

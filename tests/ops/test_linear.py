@@ -331,9 +331,12 @@ def test_the_operator_is_registered_rightly():
     inputs = draw(9, dtype=torch.float32)
     state = draw_state(dtype=torch.float32)
     mask = MASKS["left"][:9].expand(2, -1).clone()
+    x_q, x_k, offset = (torch.randn(2, *size).requires_grad_() for size in ((4, 9, 3), (2, 9, 3), (2, 9)))
+    weights = [torch.randn(2, 7, 3).requires_grad_() for _ in range(2)]
     for masks in ((None, None), (mask, torch.zeros(2, 9, dtype=torch.long))):
-        arguments = (*inputs, state.sums, state.c, *masks, state.segment, True, 4)
-        torch.library.opcheck(linear_attention_op, arguments)
+        for logs in ((inputs[0], None, inputs[1], None, None), (x_q, weights[0], x_k, weights[1], offset)):
+            arguments = (*logs, inputs[2], state.sums, state.c, *masks, state.segment, True, 4)
+            torch.library.opcheck(linear_attention_op, arguments)
 
 
 def refuse(text, log_q, log_k, v, **change):
@@ -392,6 +395,7 @@ def test_compiles_to_one_graph_whose_making_does_not_grow_with_the_length(backen
 def test_chunks_are_cut_alike_in_turn_and_at_once(documents):
     """A CPU cuts as it goes, an accelerator all at once; only one of the two runs on the machine of a test."""
     from mercer.ops import linear_chunks
+    from mercer.ops.linear_logs import Logs
 
     log_k = torch.randn(2, 23, 5)
     log_k[0, 11] += 90.0  # a chunk that must be halved
@@ -399,7 +403,7 @@ def test_chunks_are_cut_alike_in_turn_and_at_once(documents):
     last, occupied = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.bool)
     tokens = linear_chunks.tokens_of(None, documents, last, occupied, heads=2)
     scale = torch.full((2, 5), linear_chunks.FLOOR)
-    arguments = (linear_chunks.Keys(log_k), scale, tokens, 8, 52.0)
+    arguments = (Logs(log_k[:, None]), scale, tokens, 8, 52.0)
     in_turn, at_once = (list(cut(*arguments)) for cut in (linear_chunks._cut_in_turn, linear_chunks._cut_at_once))
     assert [len(chunk) for chunk in at_once] == [len(chunk) for chunk in in_turn]
     assert max(len(chunk) for chunk in in_turn) > 1

@@ -325,8 +325,12 @@ def test_the_operator_is_registered_rightly():
     for masks in ((None, None), (mask, torch.zeros(2, 9, dtype=torch.long))):
         log_rows, log_cols, *rest = inputs
         scales = [torch.randn(2, 2, 9).requires_grad_() for _ in range(2)]
-        for columns in ((log_cols, None, None), (None, None, None), (None, *scales)):
-            arguments = (log_rows, *columns, *rest, state.sums, state.c, *masks, state.segment, 4)
+        x, weight = torch.randn(2, 2, 9, 3).requires_grad_(), torch.randn(2, 7, 3).requires_grad_()
+        dense = [(log_rows, None, *columns) for columns in ((log_cols, None), (None, None))]
+        logs = [(*dense[0], None, None), (*dense[1], None, None), (*dense[1], *scales)]
+        logs += [(x, weight, x, weight, None, scales[0]), (x, weight, None, None, *scales)]
+        for given in logs:
+            arguments = (*given, *rest, state.sums, state.c, *masks, state.segment, 4)
             torch.library.opcheck(linear_kernel_solve_op, arguments)
 
 

@@ -1,0 +1,147 @@
+"""Log features in two factors: the operators give what they give for the same features multiplied out."""
+
+import itertools
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from mercer.features import build_features
+from mercer.ops import (
+    Factored,
+    Rescaled,
+    linear_attention,
+    linear_attention_naive,
+    linear_kernel_solve,
+    linear_kernel_solve_naive,
+    near_far_attention,
+)
+
+T, CHUNK = 19, 8
+MASK = torch.stack([torch.arange(T) >= 5, torch.arange(T) % 4 != 1])
+SEGMENTS = torch.tensor([[0] * 3 + [1] * 9 + [2] * 7, [0] * 16 + [4] * 3])
+MARKS = [{}, {"mask": MASK}, {"segments": SEGMENTS}, {"mask": MASK, "segments": SEGMENTS}]
+
+
+def draw(*size, factor=1.0):
+    return (factor * torch.randn(*size, dtype=torch.float64)).requires_grad_()
+
+
+def factors(heads, weights=2, *, factor=1.0, offset=True):
+    """Return the leaves of log features, and what makes them."""
+    leaves = [draw(2, heads, T, 3, factor=factor), draw(weights, 7, 3), draw(2, heads, T, 1)]
+
+    def make(x, weight, constant):
+        return Factored(x, weight, (lambda: constant) if offset else None)
+
+    return leaves, make
+
+
+def value_and_gradients(function, leaves):
+    o, state = function(*leaves)
+    loss = (o * torch.cos(torch.arange(o.numel())).view_as(o)).sum() + (state.S.sin() * state.z[..., None]).sum()
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [
+        o,
+        state.sums,
+        state.c,
+        *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)),
+    ]
+
+
+def assert_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("marks", MARKS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 40.0])  # keys hundreds of nats apart: chunks are halved
+def test_linear_attention_in_factors(marks, causal, factor):
+    (q, make_q), (k, make_k), v = factors(4), factors(2, factor=factor), draw(2, 2, T, 5)
+
+    def run(attend, *leaves, **options):
+        return attend(make_q(*leaves[:3]), make_k(*leaves[3:6]), leaves[6], causal=causal, **marks, **options)
+
+    leaves = [*q, *k, v]
+    fast = value_and_gradients(lambda *x: run(linear_attention, *x, chunk_size=CHUNK), leaves)
+    assert_same(fast, value_and_gradients(lambda *x: run(linear_attention_naive, *x), leaves))
+
+
+def test_one_weight_for_all_heads_is_multiplied_out():
+    (q, make), v = factors(2, weights=1), draw(2, 2, T, 5)
+    run = lambda attend: value_and_gradients(lambda *x: attend(make(*x[:3]), make(*x[:3]), x[3]), [*q, v])
+    assert_same(run(linear_attention), run(linear_attention_naive))
+
+
+def test_splitting_changes_nothing():
+    (q, make_q), (k, make_k), v = factors(4), factors(2), draw(2, 2, T, 5)
+
+    def run(cuts):
+        state, outs = None, []
+        for start, stop in itertools.pairwise([0, *cuts, T]):
+            at = slice(start, stop)
+            logs = (make(x[:, :, at], w, c[:, :, at]) for (x, w, c), make in ((q, make_q), (k, make_k)))
+            o, state = linear_attention(*logs, v[:, :, at], state=state, chunk_size=CHUNK)
+            outs.append(o)
+        return torch.cat(outs, 2), state
+
+    whole = value_and_gradients(lambda *_: run([]), [*q, *k, v])
+    assert_same(value_and_gradients(lambda *_: run([1, 9, 10]), [*q, *k, v]), whole)
+
+
+@pytest.mark.parametrize("marks", MARKS)
+@pytest.mark.parametrize("columns", ["own", "same", "rescaled"])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_systems_in_factors(marks, columns, heads):
+    (rows, make_rows), (cols, make_cols) = factors(heads), factors(2)
+    rhs, ridge, scales = draw(2, 2, T, 5), 0.3, (draw(2, heads, T), draw(2, heads, T))
+
+    def run(solve, *leaves, **options):
+        of_rows, of_cols = make_rows(*leaves[:3]), make_cols(*leaves[3:6])
+        given = {"own": of_cols, "same": of_rows, "rescaled": Rescaled(*leaves[6:8])}[columns]
+        return solve(of_rows, given, leaves[8], ridge=ridge, **marks, **options)
+
+    leaves = [*rows, *cols, *scales, rhs]
+    fast = value_and_gradients(lambda *x: run(linear_kernel_solve, *x, chunk_size=CHUNK), leaves)
+    slow = value_and_gradients(lambda *x: run(linear_kernel_solve_naive, *x), leaves)
+    assert_same(fast, slow)
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_the_near_field_in_factors(marks):
+    maps = [build_features("hyperbolic", 2, 4, 16, seed=seed).double() for seed in (0, 1)]
+    leaves = [draw(2, 4, T, 4), draw(2, 2, T, 4), draw(2, 2, T, 5)]
+
+    def run(how):
+        def attend(q, k, v):
+            o, state = near_far_attention(q, k, v, *map(how, maps), window=3, sinks=1, chunk_size=CHUNK, **marks)
+            return o, state.far
+
+        return value_and_gradients(attend, leaves)
+
+    assert_same(run(lambda f: f.factored), run(lambda f: f))
+
+
+def test_a_gradient_that_is_not_wanted_is_not_worked_out():
+    (q, make_q), (k, make_k), v = factors(2), factors(2), draw(2, 2, T, 5)
+    for leaf in (q[1], k[1]):
+        leaf.requires_grad_(False)
+    o, _ = linear_attention(make_q(*q), make_k(*k), v, chunk_size=CHUNK)
+    assert [g.shape for g in torch.autograd.grad(o.sum(), [q[0], k[0], k[2], v])] == [
+        x.shape for x in (q[0], k[0], k[2], v)
+    ]
+
+
+def test_nan_in_padding_reaches_no_gradient():
+    (q, make_q), (k, make_k), v = factors(2), factors(2), draw(2, 2, T, 5)
+    hide = lambda x: x.detach().masked_fill(~MASK[:, None, :, None], float("nan")).requires_grad_()
+    q, k, v = [hide(q[0]), q[1], hide(q[2])], [hide(k[0]), k[1], hide(k[2])], hide(v)
+    leaves = [*q[:2], *k, v]
+    for solved in (False, True):
+        if solved:
+            o, _ = linear_kernel_solve(make_q(*q), make_k(*k), v, ridge=0.1, mask=MASK, chunk_size=CHUNK)
+        else:
+            o, _ = linear_attention(make_q(*q), make_k(*k), v, mask=MASK, chunk_size=CHUNK)
+        assert o.isfinite().all()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(o.sum(), leaves))
