@@ -104,9 +104,8 @@ class FeatureMap(nn.Module, abc.ABC):
         """
         self._check(x)
         with full_precision(x.device):
-            return self.log_features(group_heads(x.to(compute_dtype(x)), self.num_heads)).reshape(
-                *x.shape[:3], self.num_features
-            )
+            grouped = group_heads(x.to(compute_dtype(x)), self.num_heads)
+            return self.log_features(grouped).reshape(*x.shape[:3], self.num_features)
 
     def factored(self, x: Float[Tensor, "B H T D"], length: float = 1.0) -> Float[Tensor, "B H T M"] | Factored:
         """Return log phi(length x), not multiplied out where it is linear in few numbers: what the operators like best.
@@ -117,10 +116,12 @@ class FeatureMap(nn.Module, abc.ABC):
         """
         self._check(x)
         with full_precision(x.device):
-            factors = self.factors(x.to(compute_dtype(x)), length)
-            if factors is None or factors.weight.shape[-1] >= self.num_features:
-                return self(length * x)
-            return factors
+            factors = self.factors(x.to(compute_dtype(x)), length) if self.worth_factoring(x) else None
+            return self(length * x) if factors is None else factors
+
+    def worth_factoring(self, x: Float[Tensor, "B H T D"]) -> bool:
+        """Whether an operator should multiply factors out itself: the features are many, and more than one token's."""
+        return x.shape[2] > 1 and self.num_features > self.head_dim + 1
 
     def _check(self, x: Tensor) -> None:
         if x.shape[1] % self.num_heads or x.shape[1] == 0:

@@ -26,33 +26,44 @@ class _Exponential(FeatureMap):
         return None
 
     def signed_directions(self) -> Float[Tensor, "Hk M D"]:
-        """Return what the features count x with."""
+        """Return omega_j."""
         return self.omega
+
+    def moved(self, x: Float[Tensor, "B Hk N D"]) -> Float[Tensor, "B Hk N rank"]:
+        """Return x'."""
+        return x
+
+    def log_features(self, x):
+        x, bias = self.moved(x), self.constants()
+        constant = -x.square().sum(-1, keepdim=True) / 2 - math.log(self.num_features) / 2
+        log_phi = x @ self.signed_directions().to(x.dtype).mT + constant
+        return log_phi if bias is None else log_phi + bias.to(x.dtype)[:, None]
+
+    def folded_directions(self) -> Float[Tensor, "Hk M D"]:
+        """Return what the features count x itself with."""
+        return self.signed_directions()
 
     def half_square(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T 1"]:
         """Return ||x'||^2 / 2."""
-        return x.square().sum(-1, keepdim=True) / 2
+        square = self.moved(group_heads(x, self.num_heads)).square().sum(-1) / 2
+        return square.reshape(*x.shape[:3], 1)
 
     def factors(self, x, length):
-        weight = length * self.signed_directions().to(x.dtype)
+        weight, bias = length * self.folded_directions().to(x.dtype), self.constants()
         offset = lambda: self.half_square(x) * -(length**2) - math.log(self.num_features) / 2
-        bias = self.constants()
         if bias is None:
             return Factored(x, weight, offset)
         columns = torch.cat([x, torch.ones_like(x[..., :1])], -1)
         return Factored(columns, torch.cat([weight, bias.to(x.dtype)[..., None]], -1), offset)
 
-    def log_features(self, x):
-        return self.factors(x, 1.0).dense()
-
     def two_lengths(self, x, first, second):
-        if self.constants() is not None:
+        if self.constants() is not None or not self.worth_factoring(x):
             return super().two_lengths(x, first, second)
         with full_precision(x.device):
             x, second = (t.to(compute_dtype(x)) for t in (x, second))
-            rows = replace(self.factors(x, first), offset=None)
-            scales = Rescaled((second / first)[..., 0], -(second.square() * self.half_square(x))[..., 0])
-            return rows if rows.weight.shape[-1] < self.num_features else rows.dense(), scales
+            offset = second.square() * -self.half_square(x) - math.log(self.num_features) / 2
+            scales = Rescaled((second / first)[..., 0], offset[..., 0])
+            return replace(self.factors(x, first), offset=None), scales
 
 
 class Favor(_Exponential):
@@ -211,12 +222,11 @@ class Darkformer(_Exponential):
     def constants(self):
         return self.bias
 
-    def signed_directions(self):
-        return self.omega @ self.metric.to(self.omega.dtype)
+    def moved(self, x):
+        return x @ self.metric.to(x.dtype).mT
 
-    def half_square(self, x):
-        moved = group_heads(x, self.num_heads) @ self.metric.to(x.dtype).mT
-        return super().half_square(moved).reshape(*x.shape[:3], 1)
+    def folded_directions(self):
+        return self.omega @ self.metric.to(self.omega.dtype)
 
 
 class Lfk(_Exponential):

@@ -18,6 +18,7 @@ from mercer.ops.linear_chunks import document_ids
 from mercer.ops.linear_definition import Definition, Sums, segment_after
 from mercer.ops.linear_logs import Factored, LogFeatures, arguments_of, dense, offset_of, outline
 from mercer.ops.linear_passes import linear_attention_op
+from mercer.ops.linear_step import attention_step
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,11 @@ def linear_attention(
     shapes = outline(log_q), outline(log_k)
     check_linear(*shapes, v, causal=causal, mask=mask, segments=segments, state=state, chunk_size=chunk_size)
     past = Sums.of(state, shapes[1], v, shapes[0])
+    if causal and v.shape[2] == 1:
+        with full_precision(v.device):
+            log_q, log_k, v = (zero_padding(dense(x), mask) for x in (log_q, log_k, v))
+            o, past = attention_step(log_q, log_k, v, mask, segments, past)
+        return o.to(v.dtype), LinearState(sums=past.sums, c=past.c, segment=past.segment)
     documents = document_ids(mask, segments, past.segment)
     logs = log_arguments(log_q, log_k, v, past, mask)
     refuse_tangents(*logs, v, past.sums)

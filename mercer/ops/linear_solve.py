@@ -20,6 +20,7 @@ from mercer.ops.linear_chunks import document_ids
 from mercer.ops.linear_definition import Definition, Sums, segment_after
 from mercer.ops.linear_logs import Factored, LogFeatures, arguments_of, dense, offset_of, outline
 from mercer.ops.linear_solve_passes import linear_kernel_solve_op
+from mercer.ops.linear_step import solve_step
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def linear_kernel_solve(
     mask: Bool[Tensor, "B T"] | None = None,
     segments: Int[Tensor, "B T"] | None = None,
     state: LinearSolveState | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = 128,
 ) -> tuple[Float[Tensor, "B _ T Dv"], LinearSolveState]:
     """Solve the causal kernel system (P + diag(ridge)) u = rhs with feature-space weights P, in linear time.
 
@@ -133,6 +134,12 @@ def linear_kernel_solve(
     rescaled, log_cols = (log_cols, log_rows) if isinstance(log_cols, Rescaled) else (None, log_cols)
     right, ridge_, past = _prepare(outline(log_rows), outline(log_cols), rhs, ridge, mask, segments, state)
     heads, dtype = right.shape[1], past.sums.dtype
+    if right.shape[2] == 1:
+        with full_precision(rhs.device):
+            rows, cols = (zero_padding(repeat_heads(dense(x), heads), mask) for x in (log_rows, log_cols))
+            cols = cols if rescaled is None else rescaled.of(cols)
+            u, past = solve_step(rows, cols, right, ridge_, mask, segments, past)
+        return u.to(rhs.dtype), LinearSolveState(sums=past.sums, c=past.c, segment=past.segment)
     with full_precision(rhs.device):
         rows, keys = _of_heads(log_rows, heads), _of_heads(log_cols, heads)
         cols = (None, None) if log_cols is log_rows else arguments_of(keys, heads, dtype, mask)

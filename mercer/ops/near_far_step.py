@@ -8,7 +8,6 @@ rest.
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from mercer.ops.linear import LinearState
 from mercer.ops.linear_chunks import FLOOR
 from mercer.ops.linear_definition import Sums
 from mercer.ops.linear_logs import dense
+from mercer.ops.linear_step import let_in
 from mercer.ops.near_far_definition import Features, NearFarState
 
 
@@ -53,7 +53,9 @@ def near_far_step(
     else:
         k_leaving, v_leaving = past.k_window[:, :, :1].to(k.dtype), past.v_window[:, :, :1].to(v.dtype)
         stays = hidden[:, 0, :, -1:] if mask is None else hidden[:, 0, :, -1:] | ~mask[..., None]
-        far = _let_in(features[1], k_leaving, v_leaving, stays, past.far, dtype)
+        log_k = dense(features[1](k_leaving)).to(dtype)
+        far = let_in(log_k, v_leaving, stays, Sums.of(past.far, log_k, v_leaving))
+        far = LinearState(sums=far.sums, c=far.c, segment=far.segment)
         log_q = dense(features[0](q))
         log_q = log_q.reshape(*grouped, log_q.shape[3])
         weights = torch.cat([logits, log_q + far.c[:, :, None]], -1).softmax(-1)
@@ -86,25 +88,6 @@ def _first_seen(window: int, sinks: int, device: torch.device) -> Int[Tensor, " 
         torch.arange(window - 1, -1, -1, device=device),
     )
     return torch.cat([late[:-1], near, late[-1:]])
-
-
-def _let_in(
-    k_features: Features,
-    k: Float[Tensor, "B Hk 1 D"],
-    v: Float[Tensor, "B Hk 1 Dv"],
-    stays: Bool[Tensor, "B 1 1"],
-    past: LinearState | None,
-    dtype: torch.dtype,
-) -> LinearState:
-    """Return the far field with the key that leaves the window now, unless it stays outside."""
-    log_k = dense(k_features(k)).to(dtype)
-    before = Sums.of(past, log_k, v)
-    log_k = log_k.to(before.sums.dtype).squeeze(2).masked_fill(stays, float("-inf"))
-    c = torch.maximum(before.c, log_k.detach())
-    decay, weight = torch.exp(before.c - c)[..., None], torch.exp(log_k - c)[..., None]
-    value = F.pad(v.to(c.dtype), (0, 1), value=1.0)
-    sums = (before.sums * decay).addcmul_(weight, value)
-    return LinearState(sums=sums, c=c, segment=before.segment)
 
 
 def _turn_over(past: NearFarState, segments: Tensor, mask: Tensor | None) -> NearFarState:
