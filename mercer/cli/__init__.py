@@ -1,4 +1,4 @@
-"""The command line: `mercer list | train | compare | convert | align | finetune | generate | eval | bench | ...`.
+"""The command line: `mercer list | train | compare | layers | convert | align | finetune | eval | bench | ...`.
 
 Nothing here imports torch before a command needs it: `mercer --help` answers at once. What a user wrote wrongly ends in
 one line and exit code 2, what went wrong in the world in one line and exit code 1; MERCER_DEBUG=1 shows the traceback.
@@ -18,6 +18,7 @@ from mercer.cli.benches import ops, peers, state
 from mercer.cli.classifiers import align_recipe, finetune_recipe, is_classifier
 from mercer.cli.convert import convert
 from mercer.cli.finetune import finetune
+from mercer.cli.layers import layers
 from mercer.cli.models import evaluate_model, generate
 from mercer.cli.quiet import filter_warnings, silence_libraries
 from mercer.cli.studies import study
@@ -44,6 +45,7 @@ _SETTINGS = "RECIPE [--KEY VALUE ...] [OPTIONS]"
 app.command(list_names, name="list")
 app.command(train, usage=f"mercer train {_SETTINGS}")
 app.command(compare, usage=f"mercer compare {_SETTINGS}")
+app.command(layers)
 app.command(convert)
 app.command(align)
 app.command(finetune, usage="mercer finetune DIR [--KEY VALUE ...] [OPTIONS]")

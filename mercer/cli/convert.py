@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from mercer.cli.benches import whole_numbers
+
 
 def convert(
     model: str,
@@ -13,6 +15,7 @@ def convert(
     out: Annotated[Path, Parameter(name=["--out", "-o"])],
     mixer: str = "darkformer",
     layers: str = "all",
+    keep: str = "",
     check: bool = False,
     drop_softcap: bool = False,
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
@@ -26,6 +29,7 @@ def convert(
     mercer convert my_llama_folder --mixer darkformer --check -o converted
     mercer convert SmolLM2-135M-Instruct.Q4_1.gguf --mixer darkformer:num_features=128 -o converted
     mercer convert HuggingFaceTB/SmolLM2-135M --mixer performer --layers 3,5,7 -o converted
+    mercer convert my_llama_folder --mixer darkformer:window=64:sinks=4 --keep 18,20,23 -o hybrid
     ```
 
     Layers with a sliding window keep their softmax: they are linear in time already. Writes safetensors, tokenizer and
@@ -36,6 +40,7 @@ def convert(
         out: the folder to write.
         mixer: `mercer list mixers`; options follow as NAME:OPTION=VALUE.
         layers: all or global (every layer with full attention), or numbers as 3,5,7.
+        keep: numbers of layers that keep their softmax all the same; `mercer layers` finds those that reach far back.
         check: first put the softmax mixer in and compare the logits with the original's, left-padded batch included.
         drop_softcap: convert a model that caps its attention logits (Gemma 2) without its cap.
         dtype: of the weights; auto keeps what is stored.
@@ -59,6 +64,7 @@ def convert(
         model,
         chosen.mixer,
         layers=layers,
+        keep=whole_numbers("keep", keep) if keep else (),
         check=check,
         drop_softcap=drop_softcap,
         dtype=None if dtype == "auto" else getattr(torch, dtype),

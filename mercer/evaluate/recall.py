@@ -83,7 +83,26 @@ def recall(
 
     Cost: one forward pass a trial and distance.
     """
-    return [_at(model, questions(tokenizer, filler, d, trials=trials, seed=seed), d) for d in distances]
+    found = []
+    for distance in distances:
+        asked = questions(tokenizer, filler, distance, trials=trials, seed=seed)
+        found.append(dataclasses.replace(recall_of(model, asked), distance=distance))
+    return found
+
+
+@torch.no_grad()
+def recall_of(model: Any, asked: Iterable[Question]) -> Recall:
+    """Measure how well a model answers questions, whatever their distance (0 is what is written for it)."""
+    device = next(model.parameters()).device
+    hits, losses, tokens, trials = 0, 0.0, 0, 0
+    for question in asked:
+        ids = question.ids[None].to(device)
+        scores = _answer_scores(model(input_ids=ids, use_cache=False).logits[0], question.answer)
+        answer = ids[0, -question.answer :]
+        hits += int((scores.argmax(-1) == answer).all())
+        losses -= scores.gather(-1, answer[:, None]).sum().item()
+        tokens, trials = tokens + question.answer, trials + 1
+    return Recall(0, hits / trials, losses / tokens, trials)
 
 
 def filler_of(batches: Iterable[Any], tokenizer: Any, count: int) -> list[int]:
@@ -94,19 +113,6 @@ def filler_of(batches: Iterable[Any], tokenizer: Any, count: int) -> list[int]:
         if len(found) >= count:
             break
     return found[:count]
-
-
-def _at(model: Any, asked: Iterator[Question], distance: int) -> Recall:
-    device = next(model.parameters()).device
-    hits, losses, tokens, trials = 0, 0.0, 0, 0
-    for question in asked:
-        ids = question.ids[None].to(device)
-        scores = _answer_scores(model(input_ids=ids, use_cache=False).logits[0], question.answer)
-        answer = ids[0, -question.answer :]
-        hits += int((scores.argmax(-1) == answer).all())
-        losses -= scores.gather(-1, answer[:, None]).sum().item()
-        tokens, trials = tokens + question.answer, trials + 1
-    return Recall(distance, hits / trials, losses / tokens, trials)
 
 
 def _answer_scores(logits: Float[Tensor, "T V"], answer: int) -> Float[Tensor, "n V"]:

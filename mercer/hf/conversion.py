@@ -37,6 +37,7 @@ def convert(
     mixer: str = "darkformer",
     *,
     layers: str | Iterable[int] = "all",
+    keep: Iterable[int] = (),
     check: bool = False,
     out: str | Path | None = None,
     drop_softcap: bool = False,
@@ -52,6 +53,7 @@ def convert(
         source: a folder of transformers, a GGUF file, or a hub name.
         mixer: a name of `mercer.MIXERS`.
         layers: "all" or "global" (every layer with full attention), "3,5,7", or numbers.
+        keep: numbers of layers that keep their softmax all the same; `mercer layers` finds those that reach far back.
         check: first compare the model with itself under the softmax mixer, see `check_exact`.
         out: a folder to write model, tokenizer and card to; default: nothing is written.
         drop_softcap: convert although the model caps its attention logits (Gemma 2), without the cap.
@@ -84,8 +86,9 @@ def convert(
         raise ValueError("check and drop_softcap exclude each other: without its cap the model is not what it was")
     layers = layers if isinstance(layers, str) else [int(layer) for layer in layers]
     model = read_model(place, dtype)
-    exactness = check_exact(model, layers=layers) if check else None
-    attach(model, mixer, layers=layers, drop_softcap=drop_softcap, **options)
+    keep = [int(layer) for layer in keep]
+    exactness = check_exact(model, layers=layers, keep=keep) if check else None
+    attach(model, mixer, layers=layers, keep=keep, drop_softcap=drop_softcap, **options)
     found = Conversion(place, model, read_tokenizer(place), exactness)
     if out is not None:
         save(found, Path(out))

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ class Exactness:
 
 
 @torch.no_grad()
-def check_exact(model: Any, *, layers: Any = "all", length: int = 96, seed: int = 0) -> Exactness:
+def check_exact(
+    model: Any, *, layers: Any = "all", keep: Iterable[int] = (), length: int = 96, seed: int = 0
+) -> Exactness:
     """Compare a model with itself under mixer="softmax": plain, and in a left-padded batch.
 
     Computed in float32 whatever the weights are; the model is left as it was.
@@ -38,6 +41,7 @@ def check_exact(model: Any, *, layers: Any = "all", length: int = 96, seed: int 
     Args:
         model: a transformers model without mixers.
         layers: which layers will be converted, see `mercer.attach`.
+        keep: which will not all the same.
         length: tokens of the inputs, which are drawn at random.
         seed: of the inputs.
 
@@ -60,7 +64,7 @@ def check_exact(model: Any, *, layers: Any = "all", length: int = 96, seed: int 
     twin.eval()
     calls = _calls(twin, length, torch.Generator().manual_seed(seed))
     before = [_logits(twin, call) for call in calls]
-    attach(twin, "softmax", layers=layers)
+    attach(twin, "softmax", layers=layers, keep=keep)
     try:
         after = [_logits(twin, call) for call in calls]
     finally:

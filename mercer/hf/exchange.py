@@ -19,6 +19,7 @@ def attach(
     mixer: str = "darkformer",
     *,
     layers: str | Iterable[int] = "all",
+    keep: Iterable[int] = (),
     drop_softcap: bool = False,
     **options: Any,
 ) -> M:
@@ -36,6 +37,7 @@ def attach(
         mixer: a name of `mercer.MIXERS`.
         layers: "all" or "global": every layer with full attention; "3,5,7" or numbers: those. Layers with a sliding
             window keep their softmax, which is linear in time already; `model.mercer_summary()` lists them.
+        keep: numbers of layers that keep theirs all the same; `mercer layers` finds those that reach far back.
         drop_softcap: convert although the model caps its attention logits (Gemma 2), without the cap.
         **options: options of the mixer. A `seed` gives every layer a draw of its own.
 
@@ -75,6 +77,7 @@ def attach(
         "mixer": mixer,
         "options": options,
         "layers": layers if isinstance(layers, str) else [int(index) for index in layers],
+        "keep": [int(index) for index in keep],
         "drop_softcap": drop_softcap,
     }
     config_class, model_class = generated(type(model))
@@ -84,6 +87,7 @@ def attach(
     except BaseException:
         _exchange_configs(model, originals)
         raise
+    del spec["keep"]
     spec["layers"] = sorted({layer.index for layer in chosen})  # a checkpoint must not depend on what "all" means later
     model.config.__class__ = config_class
     model.config.mercer = spec

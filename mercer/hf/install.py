@@ -44,7 +44,7 @@ def install(model: PreTrainedModel, spec: dict[str, Any]) -> list[Layer]:
     """
     name, options = spec["mixer"], dict(spec.get("options") or {})
     mixer_options(name)  # an unknown mixer is said before an unfit layer
-    chosen, kept = choose_layers(model, spec.get("layers", "all"))
+    chosen, kept = choose_layers(model, spec.get("layers", "all"), spec.get("keep", ()))
     check_shared_keys(chosen, kept)
     drop_softcap = bool(spec.get("drop_softcap", False))
     for layer in chosen + kept:

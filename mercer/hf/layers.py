@@ -100,17 +100,28 @@ def _reason_to_leave(module: Any, decodes: bool) -> str | None:
     return None
 
 
-def choose_layers(model: PreTrainedModel, layers: str | Iterable[int]) -> tuple[list[Layer], list[Layer]]:
+def choose_layers(
+    model: PreTrainedModel, layers: str | Iterable[int], keep: Iterable[int] = ()
+) -> tuple[list[Layer], list[Layer]]:
     """Split the attention layers into those that get a mixer and those that stay, each with its reason.
 
     Args:
         model: any transformers model.
         layers: "all" or "global" (every layer that can), "3,5,7", or layer numbers.
+        keep: numbers of layers that stay all the same.
 
     Raises:
-        ValueError: no layer can carry a mixer, or one that was asked for cannot or does not exist.
+        ValueError: no layer can carry a mixer, or one that was asked for cannot or does not exist; nothing is left to
+            convert.
     """
     found = attention_layers(model)
+    keep = set(keep)
+    if strange := keep - {layer.index for layer in found}:
+        raise ValueError(f"keep names {min(strange)}, but the attention layers are {sorted({x.index for x in found})}")
+    found = [
+        dataclasses.replace(layer, left="to be kept") if layer.index in keep and layer.left is None else layer
+        for layer in found
+    ]
     able = [layer for layer in found if layer.left is None]
     if not able:
         reasons = sorted({f"{layer.name}: {layer.left}" for layer in found}) or ["it has no attention layer"]
