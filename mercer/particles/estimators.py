@@ -239,8 +239,15 @@ class ParticleFeatures(FourierFeatures):
         _check_number("repulsion", self.repulsion, 0, Real)
         _check_number("tol", self.tol, 0, Real)
         _check_number("max_iter", self.max_iter, 0, Integral)
-        if self.batch_size is not None:
-            _check_number("batch_size", self.batch_size, 2, Integral)
+        optional = (
+            ("clip", 0, Real),
+            ("exponent", -2, Real),
+            ("batch_size", 2, Integral),
+            ("n_particles", 1, Integral),
+        )
+        for name, least, kind in optional:
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), least, kind, strict=kind is Real)
         if self.n_particles is not None and self.n_particles < self.n_components:
             raise ValueError(
                 f"n_components (={self.n_components}) must not exceed n_particles (={self.n_particles}), "

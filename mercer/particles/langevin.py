@@ -227,7 +227,7 @@ def resample_particles(
         omega: Particles.
         energies: H(omega_k) = V(omega_k) + strength * riesz_repulsion(omega).potential_k.
         size: How many to keep.
-        inverse_temperature: beta; 0 draws uniformly.
+        inverse_temperature: beta; 0 draws uniformly, `math.inf` takes those of least energy.
         generator: Source of the draw.
 
     Returns:
@@ -246,7 +246,10 @@ def resample_particles(
     if not 0 < size <= len(omega):
         raise ValueError(f"cannot draw {size} of {len(omega)} particles; ask for between 1 and {len(omega)}")
     uniform = torch.rand(len(omega), generator=generator, dtype=torch.float64, device=omega.device)
-    keys = -inverse_temperature * energies.double() - (-uniform.clamp_min(1e-300).log()).log()
+    if math.isinf(inverse_temperature):
+        keys = -energies.double()
+    else:
+        keys = -inverse_temperature * energies.double() - (-uniform.clamp_min(1e-300).log()).log()
     return omega[keys.topk(size).indices.sort().values]
 
 

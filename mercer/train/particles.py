@@ -88,6 +88,9 @@ def align_particles(
     Source: Coulomb particles (arXiv:2607.23869), sec. 3, App. C.4 and D, Phase A; N, s, beta there are `num_features`,
     `exponent`, `inverse_temperature`.
 
+    In a language model, whose last token has seen the text (`freeze_particles` then keeps them through its training):
+    `align_particles(language_model, batch, steps=100, pooling="last")`.
+
     >>> from types import SimpleNamespace
     >>> from mercer.hf import from_scratch
     >>> model = from_scratch("tiny", "particle", kind="classifier", vocab_size=64, max_length=8, pooling="mean")

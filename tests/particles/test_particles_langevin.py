@@ -217,5 +217,7 @@ def test_resampling_follows_the_weights_without_repeats():
     share = torch.bincount(draws.flatten().long(), minlength=4) / 2000
     assert torch.allclose(share, torch.tensor([4.0, 2.0, 1.0, 0.0]) / 7, atol=0.04)
     assert len(resample_particles(omega, energies, 4, inverse_temperature=1.0).unique()) == 4
+    coldest = resample_particles(omega, torch.tensor([0.5, -1.0, 2.0, 0.0]), 2, inverse_temperature=math.inf)
+    assert coldest.flatten().tolist() == [1.0, 3.0]
     with pytest.raises(ValueError, match="cannot draw 5 of 4 particles; ask for between 1 and 4"):
         resample_particles(omega, energies, 5, inverse_temperature=1.0)
