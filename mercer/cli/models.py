@@ -41,11 +41,9 @@ def generate(
     import torch
     from transformers import TextStreamer
 
-    from mercer.hf import load
-
     if threads is not None:
         torch.set_num_threads(threads)
-    tokenizer, model = load_tokenizer(path), load(path)
+    tokenizer, model = load_tokenizer(path), open_model(path)
     ids = tokenizer(prompt).input_ids
     bos = tokenizer.bos_token_id
     if bos is not None and ids[:1] != [bos]:  # every document of the training began with it
@@ -119,13 +117,12 @@ def evaluate_model(
     import torch
 
     from mercer.evaluate import evaluate
-    from mercer.hf import load
     from mercer.train import setup
     from mercer.train.loop import spaced
 
     if threads is not None:
         torch.set_num_threads(threads)
-    model = load(path)
+    model = open_model(path)
     tokenizer, packed = setup.load_data(data, seed, None)
     found = evaluate(model, spaced(packed.validation, batch_size, windows))
     _print_evaluation(found, _recalled(model, tokenizer, packed.validation, distances), as_json=json)
@@ -160,12 +157,11 @@ def _evaluate_tasks(
     import torch
 
     from mercer.evaluate.harness import evaluate_tasks
-    from mercer.hf import load
 
     if threads is not None:
         torch.set_num_threads(threads)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    model, tokenizer = load(path), load_tokenizer(path)
+    model, tokenizer = open_model(path), load_tokenizer(path)
     found = evaluate_tasks(model, tokenizer, names, limit=limit, shots=shots, batch_size=batch_size)
     _print_tasks(found, as_json=as_json)
     return 0
@@ -185,6 +181,20 @@ def model_folder(folder: Path) -> Path:
     if (folder / "config.yaml").is_file():
         raise FileNotFoundError(f"{folder} holds an unfinished run without a model; finish it with --resume")
     raise FileNotFoundError(f"folder {folder} holds no model: no config.json, and no model/config.json")
+
+
+def open_model(path: Path) -> Any:
+    """Load the model of a folder: with its mixers, or, where it has none, as transformers has it."""
+    import json
+
+    from mercer.hf import load
+    from mercer.hf.source import find_source, read_model
+
+    try:
+        plain = not json.loads((path / "config.json").read_text()).get("mercer")
+    except (ValueError, AttributeError):
+        plain = False  # a damaged file: loading says what is wrong with it
+    return read_model(find_source(path)) if plain else load(path)
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -107,6 +107,20 @@ def test_the_command_line_checks_converts_evaluates_and_generates(saved, tmp_pat
     assert main(["generate", str(out), "--prompt", "The", "--max-new-tokens", "4", "--temperature", "0"]) == 0
 
 
+def test_an_original_is_evaluated_like_itself_with_softmax_mixers(saved, tmp_path, capsys, monkeypatch):
+    """Windows hold several documents, which must not see each other in either."""
+    monkeypatch.setenv("MERCER_CACHE_DIR", str(tmp_path / "cache"))
+    text, found = tmp_path / "text.jsonl", []
+    text.write_text("".join(json.dumps({"text": f"The {i} tests."}) + "\n" for i in range(60)))
+    convert(saved, "softmax", out=tmp_path / "softmax")
+    for folder in (saved, tmp_path / "softmax"):
+        capsys.readouterr()
+        assert main(["eval", str(folder), "--source", str(text), "--length", "48", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["loss"])
+        assert main(["generate", str(folder), "--prompt", "The", "--max-new-tokens", "2", "--temperature", "0"]) == 0
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
 def test_sliding_layers_stay_and_are_listed(tmp_path, capsys):
     decoder("gemma3").save_pretrained(tmp_path / "gemma")
     found = convert(tmp_path / "gemma", "performer", layers="global", check=True, num_features=16)
