@@ -97,6 +97,7 @@ def darkformer(
     *,
     source: str = "python-docs",
     layers: str = "all",
+    keep: str = "",
     steps: int = 24,
     length: int = 256,
     learning_rate: float = 1e-4,
@@ -121,8 +122,8 @@ def darkformer(
 
     Exact softmax, DARKFormer (as it is, whitened, with a near field, aligned and taught), Performer, LFK, a window
     alone, the plain average and random weights take the attention's place in the same model and are finetuned for the
-    same steps on the same text. Held-out loss and next-token accuracy on the way, and recall of a number that lies
-    beyond the window.
+    same steps on the same text; with --keep hybrids too, in which some layers keep their softmax. Held-out loss and
+    next-token accuracy on the way, and recall of a number that lies beyond the window.
 
     **Examples**
 
@@ -130,6 +131,7 @@ def darkformer(
     mercer study darkformer SmolLM2-135M-Instruct.Q4_1.gguf
     mercer study darkformer my_llama --source my_text.jsonl --steps 200 --seeds 3 --budget 600
     mercer study darkformer my_gemma --layers global --parts methods --methods "softmax;window;darkformer, near"
+    mercer study darkformer my_llama --keep 18,20,23 --parts methods
     mercer study darkformer my_llama --resume
     ```
 
@@ -147,6 +149,7 @@ def darkformer(
         model: a folder of transformers, a GGUF file, or a hub name.
         source: text to finetune and measure on: a corpus, a path or hf:NAME.
         layers: all, global (those with full attention), or numbers as 3,5,7.
+        keep: layers that keep their softmax in the hybrid methods, which need some; `mercer layers` finds them.
         steps: of finetuning, of one window each; a multiple of 4.
         length: tokens in a window.
         learning_rate: its peak, in all parts but rates.
@@ -177,6 +180,7 @@ def darkformer(
         model=model,
         source=source,
         layers=layers,
+        keep=tuple(whole_numbers("keep", keep)) if keep else (),
         methods=tuple(METHODS) if methods is None else tuple(name.strip() for name in methods.split(";")),
         parts=tuple(name.strip() for name in parts.split(",")),
         steps=steps,

@@ -35,7 +35,15 @@ def own_cache(tmp_path_factory, monkeypatch):
 
 def settings(pretrained, **changes):
     model, text = map(str, pretrained)
-    small = {"steps": 4, "length": 64, "num_features": 16, "align_steps": 2, "distances": (30, 50), "questions": 2}
+    small = {
+        "steps": 4,
+        "length": 64,
+        "num_features": 16,
+        "align_steps": 2,
+        "distances": (30, 50),
+        "questions": 2,
+        "keep": (0,),
+    }
     return Settings(model, source=text, **small | changes)
 
 
@@ -52,6 +60,18 @@ def test_every_method_is_finetuned_and_measured(pretrained, method):
     assert set(LOOKS) == set(METHODS)
 
 
+def test_a_hybrid_keeps_the_softmax_of_its_layers(pretrained):
+    near = {"parts": ("methods",), "length": 128}
+    part, whole, exact = (
+        trial(seed=0, **conditions(settings(pretrained, methods=(name,), **near))[0])["loss@0"]
+        for name in ("window, hybrid, taught", "window, taught", "softmax")
+    )
+    assert len({part, whole, exact}) == 3
+    every = settings(pretrained, methods=("window, hybrid, taught",), keep=(0, 1), **near)
+    with pytest.raises(ValueError, match="to be kept"):
+        trial(seed=0, **conditions(every)[0])
+
+
 def test_softmax_starts_where_the_original_is(pretrained):
     base, near = (conditions(settings(pretrained, methods=(m,), parts=("methods",)))[0] for m in ("softmax", "window"))
     exact = trial(seed=0, **base)
@@ -60,10 +80,12 @@ def test_softmax_starts_where_the_original_is(pretrained):
 
 
 def test_conditions_are_unique_and_begin_with_the_methods():
-    found = conditions(Settings("model"))
+    found = conditions(Settings("model", keep=(1,)))
     assert len({json.dumps(c, sort_keys=True) for c in found}) == len(found)
     assert [c["method"] for c in found[: len(METHODS)]] == list(METHODS)
     assert {c["learning_rate"] for c in found} == set(Settings("model").rates)
+    plain = {c["method"] for c in conditions(Settings("model"))}
+    assert plain == {name for name, method in METHODS.items() if not method.hybrid}
 
 
 def test_the_command_writes_a_page(pretrained, tmp_path, capsys):
@@ -80,5 +102,7 @@ def test_the_command_writes_a_page(pretrained, tmp_path, capsys):
     assert len((tmp_path / "study" / "trials.jsonl").read_text().splitlines()) == 3 + 3 + 1 + 1
     assert main(["study", "darkformer", model, "--steps", "5"]) == 2
     assert "steps (5) must be a multiple of looks (4)" in capsys.readouterr().err
+    assert main(["study", "darkformer", model, "--methods", "window, hybrid, taught"]) == 2
+    assert "keeps the softmax of some layers; say of which with keep" in capsys.readouterr().err
     assert main(["study", "darkformer", model, "--methods", "softmaxx"]) == 2
     assert "unknown method 'softmaxx'" in capsys.readouterr().err

@@ -21,11 +21,16 @@ class Method:
     calibrate: tuple[str, ...] = ()  # modes of mercer.calibrate, in order
     align: bool = False  # attention transfer first
     teacher: float = 0.0  # share of the loss that follows the model with its softmax
+    hybrid: bool = False  # some layers keep their softmax
 
 
 METHODS = {
     "softmax": Method("softmax"),
     "darkformer, near, taught": Method("darkformer", {**NEAR, "center": True}, ("center",), align=True, teacher=1.0),
+    "darkformer, hybrid, taught": Method(
+        "darkformer", {**NEAR, "center": True}, ("center",), align=True, teacher=1.0, hybrid=True
+    ),
+    "window, hybrid, taught": Method("window", NEAR, teacher=1.0, hybrid=True),
     "window": Method("window", NEAR),
     "window, taught": Method("window", NEAR, teacher=1.0),
     "darkformer, near": Method("darkformer", {**NEAR, "center": True}, ("center",)),
@@ -39,6 +44,8 @@ METHODS = {
 LOOKS = {  # each is drawn as a mixer of the house style
     "softmax": "softmax",
     "darkformer, near, taught": "cubit",
+    "darkformer, hybrid, taught": "particle",
+    "window, hybrid, taught": "window",
     "window": "window",
     "window, taught": "local_linear",
     "darkformer, near": "linear_cubit",
@@ -61,6 +68,7 @@ class Settings:
     model: str  # a folder of transformers, with its tokenizer
     source: str = "python-docs"
     layers: str = "all"
+    keep: tuple[int, ...] = ()  # layers that keep their softmax in the hybrid methods; none: those are left out
     methods: tuple[str, ...] = tuple(METHODS)
     parts: tuple[str, ...] = PARTS
     steps: int = 24
@@ -94,10 +102,11 @@ def conditions(settings: Settings) -> list[dict[str, Any]]:
         "learning_rate": settings.learning_rate,
         **settings.shared(),
     }
-    compared = [name for name in settings.methods if name in COMPARED]
+    methods = [name for name in settings.methods if settings.keep or not METHODS[name].hybrid]
+    compared = [name for name in methods if name in COMPARED]
     found = {
-        "methods": [usual | {"method": name} for name in settings.methods],
-        "full": [usual | {"method": name, "parameters": "all"} for name in settings.methods],
+        "methods": [usual | {"method": name} for name in methods],
+        "full": [usual | {"method": name, "parameters": "all"} for name in methods],
         "features": [usual | {"method": name, "num_features": m} for m in settings.features for name in compared],
         "rates": [
             usual | {"method": name, "parameters": "all", "learning_rate": rate}
@@ -117,6 +126,9 @@ def check(settings: Settings, seeds: Sequence[int]) -> None:
         for name in names:
             if name not in known:
                 raise unknown(kind, name, known)
+    hybrid = [name for name in settings.methods if METHODS[name].hybrid]
+    if hybrid and not settings.keep and len(settings.methods) < len(METHODS):
+        raise ValueError(f"{hybrid[0]!r} keeps the softmax of some layers; say of which with keep (--keep 18,20,23)")
     for name in ("steps", "align_steps", "windows", "looks", "questions"):
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} ({getattr(settings, name)}) must be at least 1")

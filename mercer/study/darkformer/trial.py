@@ -35,7 +35,8 @@ def trial(*, seed: int, method: str, model: str, num_features: int, layers: str,
     known = mixer_options(chosen.mixer)
     options = dict(chosen.options) | ({"num_features": num_features} if "num_features" in known else {})
     options |= {"seed": seed} if "seed" in known else {}
-    mixed = attach(copy.deepcopy(_original(model)), chosen.mixer, layers=layers, **options)
+    keep = rest["keep"] if chosen.hybrid else ()
+    mixed = attach(copy.deepcopy(_original(model)), chosen.mixer, layers=layers, keep=keep, **options)
     teacher = tuning.teacher_of(mixed) if chosen.teacher else None
     found = _prepare(mixed, chosen, data, rest["align_steps"], rest["windows"])
     tuning.free(mixed, rest["parameters"])
