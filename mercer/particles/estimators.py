@@ -236,16 +236,11 @@ class ParticleFeatures(FourierFeatures):
         super()._check_parameters()
         for name in ("radius", "step_size", "inverse_temperature"):
             _check_number(name, getattr(self, name), 0, Real, strict=True)
-        _check_number("repulsion", self.repulsion, 0, Real)
-        _check_number("tol", self.tol, 0, Real)
+        for name in ("repulsion", "tol"):
+            _check_number(name, getattr(self, name), 0, Real)
         _check_number("max_iter", self.max_iter, 0, Integral)
-        optional = (
-            ("clip", 0, Real),
-            ("exponent", -2, Real),
-            ("batch_size", 2, Integral),
-            ("n_particles", 1, Integral),
-        )
-        for name, least, kind in optional:
+        numbers = (("clip", 0, Real), ("exponent", -2, Real), ("batch_size", 2, Integral), ("n_particles", 1, Integral))
+        for name, least, kind in numbers:
             if getattr(self, name) is not None:
                 _check_number(name, getattr(self, name), least, kind, strict=kind is Real)
         if self.n_particles is not None and self.n_particles < self.n_components:
