@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ class Operator:
     make: Callable[[Shape], dict[str, Tensor]]
     call: Callable[..., Tensor]
     mixer: str = ""
-    options: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     chunked: bool = False
     beside: str = ""
 
@@ -119,8 +120,9 @@ def _near_far(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _linear_cubit_mixer(heads: int, head_dim: int, dtype: torch.dtype, device: str) -> Mixer:
-    """Return the mixer without projections: r is k, and s is 1."""
-    mixer = build_mixer("linear_cubit", num_heads=heads, head_dim=head_dim, hidden_size=1, share=True, lrr=False)
+    """Return the mixer with the features of `_linear` and without projections: r is k, and s is 1."""
+    options = {"features": "favor", "num_features": NUM_FEATURES, "share": True, "lrr": False}
+    mixer = build_mixer("linear_cubit", num_heads=heads, head_dim=head_dim, hidden_size=1, **options)
     return mixer.to(device, dtype)
 
 
@@ -145,6 +147,8 @@ BENCHES: dict[str, Operator] = {
     # These three with their features.
     "linear": Operator(_qkv, _linear, "performer", chunked=True),
     "near_far": Operator(_qkv, _near_far, "performer", NEAR, beside="linear"),
-    "linear_cubit": Operator(_linear_cubit_inputs, _linear_cubit, "linear_cubit", beside="linear"),
+    "linear_cubit": Operator(
+        _linear_cubit_inputs, _linear_cubit, "linear_cubit", {"features": "favor"}, beside="linear"
+    ),
     "local_linear": Operator(_qkv, ops.local_linear_attention, "local_linear"),
 }

@@ -77,9 +77,9 @@ def test_operators_in_linear_time_are_what_their_mixers_compute(name):
     assert torch.allclose(BENCHES[name].call(**inputs), mixer(**inputs)[0])
 
 
-def test_linear_cubit_differentiates_whatever_its_mixer_learns():
+def test_linear_cubit_differentiates_what_its_mixer_learns():
     inputs = BENCHES["linear_cubit"].make(Shape(1, 2, 40, 8, torch.float32, "cpu"))
-    assert {"gamma", "log_ridge", "features.metric", "reference_features.metric"} < inputs.keys()
+    assert {"gamma", "log_ridge"} < inputs.keys()
 
 
 def test_chunk_sizes_are_measured_apart_where_there_are_chunks():
