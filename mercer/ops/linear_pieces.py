@@ -6,7 +6,7 @@ of ones when a piece is worked.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -95,14 +95,17 @@ class Part:
             logs = keys.finished(keys.product(at), at, keep=False)
         return keys.exp_(keys.add(logs, shift, keep=keys.tied and keys.factor is None and keys.offset is None))
 
+    def with_logs(self, piece: Piece) -> Piece:
+        """Return the piece with the log features of its keys at hand, and with their product where it is needed."""
+        product = self.keys.product(piece.span)
+        logs = self.keys.finished(product, piece.span, keep=self.keys.tied)
+        return replace(piece, logs=logs, product=product if self.keys.tied else None)
+
     def piece_weights(self, piece: Piece, peak: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weights of keys and of rows, and those between them that look back, [N, G n, n]."""
-        at, product, logs = piece.span, piece.product, piece.logs
-        if logs is None:
-            product = self.keys.product(at)
-            logs = self.keys.finished(product, at, keep=self.keys.tied)
-        row_weights = self.row_weights(at, piece.shift, peak, product if self.keys.tied else None)
-        key_weights = self.key_weights(at, piece.shift, logs)
+        piece = self.with_logs(piece) if piece.logs is None else piece
+        row_weights = self.row_weights(piece.span, piece.shift, peak, piece.product)
+        key_weights = self.key_weights(piece.span, piece.shift, piece.logs)
         near = look_back_(torch.bmm(row_weights, key_weights.mT), self.groups, piece.parts)
         return key_weights, row_weights, near
 

@@ -91,7 +91,8 @@ class _Gradients:
 def _backward(part: Part, solved: _Solved, grad_sums: Tensor, outs: _Gradients) -> Tensor:
     """Write the gradients of right-hand sides, ridge, rows and columns; return that of the sums that entered."""
     for piece, before in pieces_backwards(part):
-        at, weights = piece.span, part.piece_weights(piece)
+        at, piece = piece.span, part.with_logs(piece)
+        weights = part.piece_weights(piece)
         closing, inverse = lift_(grad_sums, weights[0], piece), solved.inverse[:, at]
         reaching = torch.bmm(closing, grad_sums)[..., :-1].add_(solved.grad_u[:, at])
         system = _system_(weights[2], inverse, solved.ridge[:, at])
@@ -100,7 +101,7 @@ def _backward(part: Part, solved: _Solved, grad_sums: Tensor, outs: _Gradients) 
         outs.ridge[:, at] = -(g * solved.u[:, at]).sum(-1)
         grad = row_gradients(-g[:, None], solved.smooth[:, None, at], inverse[:, None])
         grad_row, grad_col = weight_gradients_(part, piece, weights, part.values_at(at), before, grad, grad_sums)
-        grad_col = _of_product(part.keys, at, grad_col, outs)
+        grad_col = _of_product(part.keys, piece, grad_col, outs)
         if outs.cols is not None and part.rows is not None:
             outs.rows.put(part.rows, at, grad_row)
             outs.cols.put(part.keys, at, grad_col)
@@ -109,13 +110,13 @@ def _backward(part: Part, solved: _Solved, grad_sums: Tensor, outs: _Gradients) 
     return grad_sums
 
 
-def _of_product(keys: Logs, at: slice, grad: Tensor, outs: _Gradients) -> Float[Tensor, "N n m"]:
+def _of_product(keys: Logs, piece: Piece, grad: Tensor, outs: _Gradients) -> Float[Tensor, "N n m"]:
     """Write the gradients of factor and offset, if there are any; return that of what they are applied to, in place."""
+    at, product = piece.span, piece.product
     if outs.offset is not None:
         torch.sum(grad, -1, keepdim=True, out=outs.offset[:, at])
-    if keys.factor is None or outs.factor is None:
+    if keys.factor is None or outs.factor is None or product is None:
         return grad
-    product = keys.product(at)
     if keys.real is not None:
         product = product.masked_fill(~keys.real[:, at, None], 0)  # it may be NaN, and 0 * NaN is NaN
     torch.sum(product * grad, -1, keepdim=True, out=outs.factor[:, at])
