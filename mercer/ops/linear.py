@@ -114,7 +114,7 @@ def linear_attention(
     past = Sums.of(state, shapes[1], v, shapes[0])
     if causal and v.shape[2] == 1:
         with full_precision(v.device):
-            log_q, log_k, v = (zero_padding(dense(x), mask) for x in (log_q, log_k, v))
+            log_q, log_k, v = (dense(x, mask) for x in (log_q, log_k, v))
             o, past = attention_step(log_q, log_k, v, mask, segments, past)
         return o.to(v.dtype), LinearState(sums=past.sums, c=past.c, segment=past.segment)
     documents = document_ids(mask, segments, past.segment)

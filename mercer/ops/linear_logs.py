@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from mercer.ops.checks import zero_padding
+
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
 
@@ -50,6 +52,10 @@ class Factored:
         before = self.offset
         return replace(self, offset=lambda: offset if before is None else before() + offset)
 
+    def without_padding(self, mask: Bool[Tensor, "B T"] | None) -> "Factored":
+        """Return the features with zeros for x where padded: NaN there would reach the gradient of the weight."""
+        return replace(self, x=zero_padding(self.x, mask))
+
     def outline(self) -> Float[Tensor, "B H T m"]:
         """Return a view with the shape of the log features, and none of their values, to check shapes with."""
         return self.x[..., :1].expand(*self.x.shape[:3], self.weight.shape[1])
@@ -68,9 +74,11 @@ def outline(log_phi: LogFeatures) -> Float[Tensor, "B H T m"]:
     return log_phi.outline() if isinstance(log_phi, Factored) else log_phi
 
 
-def dense(log_phi: LogFeatures) -> Float[Tensor, "B H T m"]:
-    """Return the log features multiplied out."""
-    return log_phi.dense() if isinstance(log_phi, Factored) else log_phi
+def dense(log_phi: LogFeatures, mask: Bool[Tensor, "B T"] | None = None) -> Float[Tensor, "B H T m"]:
+    """Return the log features multiplied out, with zeros for padded tokens."""
+    if not isinstance(log_phi, Factored):
+        return zero_padding(log_phi, mask)
+    return zero_padding(log_phi.without_padding(mask).dense(), mask)
 
 
 def arguments_of(
@@ -79,15 +87,14 @@ def arguments_of(
     """Return log features, up to what is added to a token, as an operator takes them: x and weight.
 
     Multiplied out, and with None for a weight, is what an accelerator gets, where fewer calls count for more than
-    memory, and what has not one weight a key head. Padded tokens of x are zeroed: NaN there would reach the gradient of
-    the weight.
+    memory, and what has not one weight a key head.
     """
     if not isinstance(log_phi, Factored):
         return log_phi, None
+    log_phi = log_phi.without_padding(mask)
     if log_phi.x.device.type != "cpu" or len(log_phi.weight) != kv_heads:
         return replace(log_phi, offset=None).dense(), None
-    x = log_phi.x if mask is None else log_phi.x.masked_fill(~mask[:, None, :, None], 0)
-    return x.to(dtype), log_phi.weight.to(dtype)
+    return log_phi.x.to(dtype), log_phi.weight.to(dtype)
 
 
 def offset_of(

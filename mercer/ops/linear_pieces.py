@@ -149,7 +149,7 @@ class Problem:
         count, length = len(self.keys.x), self.keys.length
         if not count:
             return
-        if self.causal or self.tokens.runs is None:
+        if self.causal or self.tokens.runs is None or not length:
             row_bytes = (1 if self.rows is None else self.rows.x.shape[1]) + 1
             row_bytes *= self.keys.features * self.scale.element_size()
             step = heads_at_once(self.scale.device, count, min(self.size, length) * row_bytes)

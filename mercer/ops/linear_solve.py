@@ -136,7 +136,7 @@ def linear_kernel_solve(
     heads, dtype = right.shape[1], past.sums.dtype
     if right.shape[2] == 1:
         with full_precision(rhs.device):
-            rows, cols = (zero_padding(repeat_heads(dense(x), heads), mask) for x in (log_rows, log_cols))
+            rows, cols = (repeat_heads(dense(x, mask), heads) for x in (log_rows, log_cols))
             cols = cols if rescaled is None else rescaled.of(cols)
             u, past = solve_step(rows, cols, right, ridge_, mask, segments, past)
         return u.to(rhs.dtype), LinearSolveState(sums=past.sums, c=past.c, segment=past.segment)
@@ -147,7 +147,7 @@ def linear_kernel_solve(
         if rescaled is None:
             scales = None, offset_of(keys, dtype, mask)
         else:
-            factor, offset = _scales(rescaled, outline(log_rows), heads, dtype)
+            factor, offset = _scales(rescaled, outline(log_rows), heads, dtype, mask)
             of_rows = offset_of(rows, dtype, mask)
             scales = factor, offset if of_rows is None else offset + factor * of_rows
     documents = document_ids(mask, segments, past.segment)
@@ -171,14 +171,16 @@ def _of_heads(log_phi: LogFeatures, heads: int) -> LogFeatures:
     )
 
 
-def _scales(rescaled: Rescaled, log_rows: Tensor, heads: int, dtype: torch.dtype) -> list[Float[Tensor, "B H T"]]:
-    """Return factor and offset for all heads."""
+def _scales(
+    rescaled: Rescaled, log_rows: Tensor, heads: int, dtype: torch.dtype, mask: Bool[Tensor, "B T"] | None
+) -> list[Float[Tensor, "B H T"]]:
+    """Return factor and offset for all heads, zeros where padded."""
     batch, rows, length, _ = log_rows.shape
     for name, x in (("factor", rescaled.factor), ("offset", rescaled.offset)):
         if x.dim() != 3 or (x.shape[0], x.shape[2]) != (batch, length) or rows % max(1, x.shape[1]):
             raise ValueError(f"{name} {tuple(x.shape)} must be one number a token of log_rows {tuple(log_rows.shape)}")
     given = (rescaled.factor, rescaled.offset)
-    return [repeat_heads(x[..., None].to(dtype), heads)[..., 0] for x in given]
+    return [repeat_heads(zero_padding(x[..., None].to(dtype), mask), heads)[..., 0] for x in given]
 
 
 def _prepare(

@@ -133,15 +133,28 @@ def test_a_gradient_that_is_not_wanted_is_not_worked_out():
     ]
 
 
-def test_nan_in_padding_reaches_no_gradient():
-    (q, make_q), (k, make_k), v = factors(2), factors(2), draw(2, 2, T, 5)
-    hide = lambda x: x.detach().masked_fill(~MASK[:, None, :, None], float("nan")).requires_grad_()
+@pytest.mark.parametrize("tokens", [T, 1])
+@pytest.mark.parametrize("weights", [1, 2])  # one for two key heads is multiplied out
+def test_nan_in_padding_reaches_no_gradient(tokens, weights):
+    (q, make_q), (k, make_k), v = factors(2, weights), factors(2, weights), draw(2, 2, T, 5)
+    scales = [draw(2, 2, T, 1), draw(2, 2, T, 1)]
+    mask = MASK[:, :tokens]
+    hide = lambda x: x.detach()[:, :, :tokens].masked_fill(~mask[:, None, :, None], float("nan")).requires_grad_()
     q, k, v = [hide(q[0]), q[1], hide(q[2])], [hide(k[0]), k[1], hide(k[2])], hide(v)
-    leaves = [*q[:2], *k, v]
-    for solved in (False, True):
-        if solved:
-            o, _ = linear_kernel_solve(make_q(*q), make_k(*k), v, ridge=0.1, mask=MASK, chunk_size=CHUNK)
+    factor, offset = map(hide, scales)
+    for columns in (None, make_k(*k), Rescaled(factor[..., 0], offset[..., 0])):
+        if columns is None:
+            o, _ = linear_attention(make_q(*q), make_k(*k), v, mask=mask, chunk_size=CHUNK)
         else:
-            o, _ = linear_attention(make_q(*q), make_k(*k), v, mask=MASK, chunk_size=CHUNK)
+            o, _ = linear_kernel_solve(make_q(*q), columns, v, ridge=0.1, mask=mask, chunk_size=CHUNK)
         assert o.isfinite().all()
-        assert all(g.isfinite().all() for g in torch.autograd.grad(o.sum(), leaves))
+        grads = torch.autograd.grad(o.sum(), [*q[:2], *k, v, factor, offset], allow_unused=True)
+        assert all(g.isfinite().all() for g in grads if g is not None)
+
+
+def test_a_state_is_differentiated_through_no_tokens():
+    k, v = draw(1, 2, 3, 7), draw(1, 2, 3, 5)
+    _, past = linear_attention(k, k, v, causal=False)
+    none, segments = torch.zeros(1, 2, 0, 7, dtype=v.dtype), torch.zeros(1, 0, dtype=torch.long)
+    _, after = linear_attention(none, none, v[:, :, :0], causal=False, segments=segments, state=past)
+    assert_close(*(torch.autograd.grad(x.S.sum(), v, retain_graph=True)[0] for x in (after, past)))
