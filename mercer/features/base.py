@@ -115,8 +115,9 @@ class FeatureMap(nn.Module, abc.ABC):
             length: factor on x.
         """
         self._check(x)
+        x = x.to(compute_dtype(x))  # before the factor, which would be rounded with x
         with full_precision(x.device):
-            factors = self.factors(x.to(compute_dtype(x)), length) if self.worth_factoring(x) else None
+            factors = self.factors(x, length) if self.worth_factoring(x) else None
             return self(length * x) if factors is None else factors
 
     def worth_factoring(self, x: Float[Tensor, "B H T D"]) -> bool:
@@ -142,7 +143,7 @@ class FeatureMap(nn.Module, abc.ABC):
             first: a length, not 0.
             second: a length for each vector.
         """
-        return self.factored(x, first), self.factored(second * x)
+        return self.factored(x, first), self.factored(second.to(compute_dtype(x)) * x)
 
     def factors(self, x: Float[Tensor, "B H T D"], length: float) -> Factored | None:
         """Return log phi(length x) in factors, if the map is of that kind."""

@@ -39,9 +39,9 @@ class _Exponential(FeatureMap):
         log_phi = x @ self.signed_directions().to(x.dtype).mT + constant
         return log_phi if bias is None else log_phi + bias.to(x.dtype)[:, None]
 
-    def folded_directions(self) -> Float[Tensor, "Hk M D"]:
+    def folded_directions(self, dtype: torch.dtype) -> Float[Tensor, "Hk M D"]:
         """Return what the features count x itself with."""
-        return self.signed_directions()
+        return self.signed_directions().to(dtype)
 
     def half_square(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T 1"]:
         """Return ||x'||^2 / 2."""
@@ -49,7 +49,7 @@ class _Exponential(FeatureMap):
         return square.reshape(*x.shape[:3], 1)
 
     def factors(self, x, length):
-        weight, bias = length * self.folded_directions().to(x.dtype), self.constants()
+        weight, bias = length * self.folded_directions(x.dtype), self.constants()
         offset = lambda: self.half_square(x) * -(length**2) - math.log(self.num_features) / 2
         if bias is None:
             return Factored(x, weight, offset)
@@ -225,8 +225,8 @@ class Darkformer(_Exponential):
     def moved(self, x):
         return x @ self.metric.to(x.dtype).mT
 
-    def folded_directions(self):
-        return self.omega @ self.metric.to(self.omega.dtype)
+    def folded_directions(self, dtype):
+        return self.omega.to(dtype) @ self.metric.to(dtype)
 
 
 class Lfk(_Exponential):

@@ -17,7 +17,7 @@ from torch import Tensor
 from mercer import ops
 from mercer.features import FeatureMap, build_features, feature_options
 from mercer.mixers.base import Mixer, marks_of_new, refuse_state
-from mercer.ops.checks import compute_dtype
+from mercer.ops.checks import compute_dtype, full_precision
 
 State = ops.LinearState | ops.NearFarState | None
 
@@ -48,7 +48,8 @@ def mix(mixer: Any, q, k, v, mask, segments, state: Any):
         if not mixer.center:
             return log_phi
         b, k = (t.to(compute_dtype(k)) for t in (mixer.query_center, k))
-        offset = mixer.scale * k @ b[..., None]
+        with full_precision(k.device):
+            offset = mixer.scale * k @ b[..., None]
         return log_phi.plus(offset) if isinstance(log_phi, ops.Factored) else log_phi + offset
 
     if mixer.window or mixer.sinks:

@@ -158,6 +158,16 @@ def test_maps_follow_the_table_of_the_paper_and_sum_to_the_root_of_m(name):
         assert got.sum().item() == pytest.approx(math.sqrt(6))
 
 
+@pytest.mark.parametrize("name", EXPONENTIAL)
+def test_narrow_weights_give_one_token_the_features_it_has_among_many(name):
+    features = build_features(name, 2, 8, 32)
+    for weight in features.parameters():
+        weight.data += torch.randn_like(weight)
+    features, x = features.bfloat16(), 3 * torch.randn(1, 2, 5, 8).bfloat16()
+    alone = torch.cat([features.factored(x[:, :, t : t + 1], 0.7) for t in range(5)], 2)
+    torch.testing.assert_close(dense(features.factored(x, 0.7)), alone, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_logs_are_float32_at_least_whatever_comes_in(name, dtype):

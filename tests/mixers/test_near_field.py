@@ -88,6 +88,14 @@ def test_centres_at_zero_change_nothing(name):
 
 
 @pytest.mark.parametrize("near", [{}, {"window": 4, "sinks": 1}])
+def test_centres_are_not_rounded_under_autocast(near):
+    mixer, inputs = shift(build("performer", torch.float32, center=True, **near)), draw(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = mixer(*inputs)
+    assert_close(got, mixer(*inputs)[0])
+
+
+@pytest.mark.parametrize("near", [{}, {"window": 4, "sinks": 1}])
 def test_shifted_features_estimate_the_same_kernel(near):
     """The mean over many draws is within its standard error of softmax; unit vectors as values give the weights."""
     torch.manual_seed(3)
