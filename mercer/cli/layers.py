@@ -36,7 +36,7 @@ def layers(
         model: a folder of transformers, a GGUF file, or a hub name as owner/name.
         source: a corpus, a path or hf:NAME, whose validation documents are read.
         mixer: what a layer gets in place of its softmax.
-        keep: how many layers to name as worth keeping.
+        keep: how many layers to name as worth keeping; at most all but one.
         recall: how many tokens after reading it the number is asked for, beyond the mixer's window; 0: do not ask.
         trials: how many numbers.
         length: tokens in a window of text.
@@ -51,6 +51,7 @@ def layers(
         raise ValueError(f"keep ({keep}) and trials ({trials}) must be at least 1, recall ({recall}) at least 0")
     import torch
 
+    from mercer.cli.models import check_decoder, check_positions
     from mercer.cli.training import with_mixer
     from mercer.evaluate.layer_costs import layer_costs
     from mercer.hf.source import read_model
@@ -60,18 +61,22 @@ def layers(
     if threads is not None:
         torch.set_num_threads(threads)
     chosen = with_mixer(tiny(), mixer).model
+    original = read_model(place, torch.float32).eval()
+    check_decoder(original)
+    check_positions(original, length, "give a smaller --length")
     tokenizer, split = _text(place, source, length)
     asked = _questions(tokenizer, split, recall, trials, seed) if recall else []
+    check_positions(original, max((len(question.ids) for question in asked), default=0), "give a smaller --recall")
     with _progress() as watch:
         found = layer_costs(
-            read_model(place, torch.float32).eval(),
+            original,
             spaced(split, 1, windows),
             asked,
             chosen.mixer,
             watch=watch,
             **chosen.mixer_options,
         )
-    _print(found, found.dearest(keep), model, mixer, recall)
+    _print(found, found.dearest(min(keep, len(found.alone) - 1)), model, mixer, recall)
     return 0
 
 
@@ -139,6 +144,9 @@ def _print(found: Any, kept: list[int], model: str, mixer: str, recall: int) -> 
         row = [str(layer), f"{found.loss(layer):+.4f}", *of_recall, f"{share:.1%}"]
         table.add_row(*row, style="bold" if layer in kept else None)
     Console().print(table, highlight=False)
+    if not kept:
+        print("no other layer can be converted, so nothing would be if this one were kept")
+        return
     numbers = ",".join(map(str, kept))
     share = sum(found.shares()[layer] for layer in kept)
     print(f"{len(kept)} of {len(found.alone)} layers account for {share:.0%} of what is lost; to keep their softmax:")

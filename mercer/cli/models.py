@@ -50,6 +50,7 @@ def generate(
         ids = [bos, *ids]
     if not ids:
         raise ValueError("the prompt is empty and the tokenizer has no begin token; give --prompt TEXT")
+    check_positions(model, len(ids) + max_new_tokens, "give a shorter prompt or a smaller --max-new-tokens")
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     streamer = TextStreamer(tokenizer, skip_special_tokens=True)
@@ -123,6 +124,7 @@ def evaluate_model(
     if threads is not None:
         torch.set_num_threads(threads)
     model = open_model(path)
+    check_positions(model, data.length, "give a smaller --length")
     tokenizer, packed = setup.load_data(data, seed, None)
     found = evaluate(model, spaced(packed.validation, batch_size, windows))
     _print_evaluation(found, _recalled(model, tokenizer, packed.validation, distances), as_json=json)
@@ -130,11 +132,14 @@ def evaluate_model(
 
 
 def _recalled(model: Any, tokenizer: Any, split: Any, distances: list[int]) -> list[Any]:
-    from mercer.evaluate.recall import filler_of, recall
+    from mercer.evaluate.recall import filler_of, questions, recall
 
     if not distances:
         return []
-    return recall(model, tokenizer, filler_of(split.sequential(8), tokenizer, 4 * max(distances) + 64), distances)
+    filler = filler_of(split.sequential(8), tokenizer, 4 * max(distances) + 64)
+    longest = next(questions(tokenizer, filler, max(distances), trials=1))
+    check_positions(model, len(longest.ids), "give smaller distances for --recall")
+    return recall(model, tokenizer, filler, distances)
 
 
 def _refuse(options: dict[str, Any], *, with_tasks: bool) -> None:
@@ -184,7 +189,11 @@ def model_folder(folder: Path) -> Path:
 
 
 def open_model(path: Path) -> Any:
-    """Load the model of a folder: with its mixers, or, where it has none, as transformers has it."""
+    """Load the model of a folder: with its mixers, or, where it has none, as transformers has it.
+
+    Raises:
+        ValueError: it does not predict the next token.
+    """
     import json
 
     from mercer.hf import load
@@ -194,7 +203,25 @@ def open_model(path: Path) -> Any:
         plain = not json.loads((path / "config.json").read_text()).get("mercer")
     except (ValueError, AttributeError):
         plain = False  # a damaged file: loading says what is wrong with it
-    return read_model(find_source(path)) if plain else load(path)
+    model = read_model(find_source(path)) if plain else load(path)
+    check_decoder(model)
+    return model
+
+
+def check_decoder(model: Any) -> None:
+    """Refuse a model that does not predict the next token: an encoder, or a classifier."""
+    if model.config.is_encoder_decoder or not model.can_generate():
+        raise ValueError(f"{type(model).__name__} does not predict the next token; give a causal language model")
+
+
+def check_positions(model: Any, length: int, remedy: str) -> None:
+    """Refuse texts longer than a model has positions, where it learned a vector for each (GPT-2, OPT)."""
+    from torch.nn import Embedding
+
+    limit = getattr(model.config, "max_position_embeddings", None)
+    tables = [name for name, part in model.named_modules() if isinstance(part, Embedding)]
+    if limit is not None and length > limit and any("position" in name or name.endswith("wpe") for name in tables):
+        raise ValueError(f"{type(model).__name__} has {limit} positions, and a text has {length} tokens; {remedy}")
 
 
 def load_tokenizer(path: Path) -> Any:

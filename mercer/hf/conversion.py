@@ -12,7 +12,7 @@ import torch
 from mercer import __version__
 from mercer.hf.exact import Exactness, check_exact
 from mercer.hf.exchange import attach
-from mercer.hf.layers import Summary
+from mercer.hf.layers import Summary, kept_numbers
 from mercer.hf.source import Source, copy_processors, find_source, read_model, read_tokenizer
 from mercer.hf.spans import spans
 
@@ -85,8 +85,8 @@ def convert(
     if check and drop_softcap:
         raise ValueError("check and drop_softcap exclude each other: without its cap the model is not what it was")
     layers = layers if isinstance(layers, str) else [int(layer) for layer in layers]
+    keep = kept_numbers(keep)
     model = read_model(place, dtype)
-    keep = [int(layer) for layer in keep]
     exactness = check_exact(model, layers=layers, keep=keep) if check else None
     attach(model, mixer, layers=layers, keep=keep, drop_softcap=drop_softcap, **options)
     found = Conversion(place, model, read_tokenizer(place), exactness)

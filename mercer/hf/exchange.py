@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from mercer.hf.block import arrangement
 from mercer.hf.classes import MercerModel, base_class, check_options, generated
 from mercer.hf.install import install, uninstall
+from mercer.hf.layers import kept_numbers
 
 M = TypeVar("M")
 
@@ -77,7 +78,7 @@ def attach(
         "mixer": mixer,
         "options": options,
         "layers": layers if isinstance(layers, str) else [int(index) for index in layers],
-        "keep": [int(index) for index in keep],
+        "keep": kept_numbers(keep),
         "drop_softcap": drop_softcap,
     }
     config_class, model_class = generated(type(model))

@@ -148,6 +148,17 @@ def choose_layers(
     return chosen, kept + [layer for layer in found if layer.left is not None]
 
 
+def kept_numbers(keep: Any) -> list[int]:
+    """Return the numbers of layers to keep; text is refused, whose characters would be taken for numbers.
+
+    >>> kept_numbers((18, 20))
+    [18, 20]
+    """
+    if isinstance(keep, str):
+        raise ValueError(f"keep ({keep!r}) must be layer numbers, as [18, 20]")
+    return [int(index) for index in keep]
+
+
 def _layer_numbers(layers: str | Iterable[int]) -> set[int]:
     if isinstance(layers, str):
         if not all(part.strip().isdigit() for part in layers.split(",")):

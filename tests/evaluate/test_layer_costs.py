@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import mercer
 from mercer.cli import main
 from mercer.data import build_tokenizer
 from mercer.evaluate.layer_costs import LayerCosts, Standing, layer_costs
 from mercer.evaluate.recall import questions
+from mercer.hf.layers import kept_numbers
 
 FILLER = list(b"It was a bright cold day, and nothing at all happened for a very long time. " * 8)
 
@@ -77,6 +78,8 @@ def test_layers_that_are_kept(model):
     mercer.detach(mixed)
     with pytest.raises(ValueError, match=r"keep names 7, but the attention layers are \[0, 1, 2\]"):
         mercer.attach(model, "window", keep=[7])
+    with pytest.raises(ValueError, match=r"keep \('12'\) must be layer numbers, as \[18, 20\]"):
+        kept_numbers("12")
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: to be kept"):
         mercer.attach(model, "window", keep=[0, 1, 2])
     with pytest.raises(ValueError, match=r"layer 1 .* cannot carry a mixer: to be kept"):
@@ -98,5 +101,36 @@ def test_the_command_names_what_to_keep(model, tokenizer, tmp_path, capsys):
     assert main([*command.split()[1:-1], str(tmp_path / "hybrid")]) == 0
     assert "as it was: to be kept" in capsys.readouterr().out
     assert mercer.load(tmp_path / "hybrid").config.mercer["layers"] == sorted({0, 1, 2} - {kept})
+    capsys.readouterr()
+    assert main(["layers", str(folder), *settings, "--keep", "9", "--mixer", "window:window=4"]) == 0
+    assert "2 of 3 layers account for" in capsys.readouterr().out  # with all three kept, nothing is converted
     assert main(["layers", str(folder), *settings, "--keep", "0"]) == 2
     assert main(["convert", str(folder), "--keep", "x", "-o", str(tmp_path / "no")]) == 2
+
+
+def test_models_and_texts_that_cannot_be_measured(tokenizer, tmp_path, capsys):
+    text, size = tmp_path / "text.jsonl", len(tokenizer)
+    text.write_text("".join('{"text": "%s"}\n' % (bytes(FILLER).decode() + str(i)) for i in range(12)))
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=size, n_embd=16, n_layer=1, n_head=2, n_positions=64))
+    bert = BertForMaskedLM(BertConfig(vocab_size=size, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    for name, model in (("gpt2", gpt2), ("bert", bert)):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+
+    def said(command, name, *settings):
+        where = ["--source", str(text)] if command != "generate" else ["--prompt", "It"]
+        assert main([command, str(tmp_path / name), *where, *settings]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    short = ["--length", "32", "--windows", "1"]
+    for command in ("layers", "eval", "generate"):
+        assert "BertForMaskedLM does not predict the next token" in said(command, "bert")
+    for command in ("layers", "eval"):
+        assert "has 64 positions, and a text has 65 tokens; give a smaller --length" in said(
+            command, "gpt2", "--length", "65"
+        )
+        assert "--recall" in said(command, "gpt2", *short, "--recall", "60")
+    assert "a smaller --max-new-tokens" in said("generate", "gpt2", "--max-new-tokens", "99")
+    assert main(["layers", str(tmp_path / "gpt2"), "--source", str(text), *short, "--recall", "0"]) == 0
+    assert "no other layer can be converted" in capsys.readouterr().out
