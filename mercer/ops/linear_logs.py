@@ -33,6 +33,9 @@ class Factored:
         offset: makes what is added to all features of a token, [B, H, T, 1], for those who need it: rows whose weights
             are divided by their sum do not. None: 0.
 
+    Raises:
+        ValueError: x and weight do not fit together.
+
     >>> Factored(torch.ones(1, 2, 3, 4), torch.ones(1, 5, 4)).dense().shape
     torch.Size([1, 2, 3, 5])
     """
@@ -40,6 +43,13 @@ class Factored:
     x: Float[Tensor, "B H T r"]
     weight: Float[Tensor, "Hw m r"]
     offset: Callable[[], Tensor] | None = None
+
+    def __post_init__(self):
+        if self.x.shape[1] % max(1, len(self.weight)) or self.x.shape[3] != self.weight.shape[2]:
+            raise ValueError(
+                f"weight {tuple(self.weight.shape)} must have the width of x {tuple(self.x.shape)}, and a number of "
+                "heads that divides that of x"
+            )
 
     def dense(self) -> Float[Tensor, "B H T m"]:
         """Return the log features."""

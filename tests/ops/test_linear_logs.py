@@ -152,6 +152,11 @@ def test_nan_in_padding_reaches_no_gradient(tokens, weights):
         assert all(g.isfinite().all() for g in grads if g is not None)
 
 
+def test_factors_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"weight \(4, 5, 3\) must have the width of x \(1, 2, 6, 3\), and a number"):
+        Factored(torch.zeros(1, 2, 6, 3), torch.zeros(4, 5, 3))
+
+
 def test_a_state_is_differentiated_through_no_tokens():
     k, v = draw(1, 2, 3, 7), draw(1, 2, 3, 5)
     _, past = linear_attention(k, k, v, causal=False)
