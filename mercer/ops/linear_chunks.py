@@ -215,7 +215,7 @@ def _measure(log_k: Logs, tokens: Tokens, start: int, stop: int, scale: Float[Te
     if tokens.seen is not None and tokens.first is not None:
         lowest = torch.where(tokens.seen[:, start, None], lowest, math.inf)
         begun = keys.masked_fill(~tokens.first[:, span, None], math.inf).amin(1) * log_k.unit
-        lowest = torch.minimum(lowest, begun.clamp_min(FLOOR))
+        lowest = torch.minimum(lowest, begun.to(scale.dtype).clamp_min(FLOOR))  # which float16 cannot hold
     out = shift
     if parts is not None:
         out = keys.masked_fill(~parts.closing, -math.inf).amax(1) * log_k.unit

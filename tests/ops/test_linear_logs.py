@@ -157,6 +157,22 @@ def test_factors_that_do_not_fit_are_refused():
         Factored(torch.zeros(1, 2, 6, 3), torch.zeros(4, 5, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weights", [1, 2])
+def test_factors_of_few_digits_are_multiplied_in_float32(dtype, weights):
+    x, weight, v = (4 * torch.randn(2, 2, T, 8)).to(dtype), torch.randn(weights, 7, 8).to(dtype), draw(2, 2, T, 5)
+    given, wide = Factored(x, weight), Factored(x.double(), weight.double())
+    got, _ = linear_attention(given, given, v.float(), mask=MASK)
+    assert_close(got, linear_attention(wide, wide, v, mask=MASK)[0].float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_log_features_in_float16(marks):
+    q, k, v = (torch.randn(2, 2, T, 7).half() for _ in range(3))
+    got, _ = linear_attention(q, k, v.float(), chunk_size=CHUNK, **marks)
+    assert_close(got, linear_attention(q.float(), k.float(), v.float(), chunk_size=CHUNK, **marks)[0])
+
+
 def test_a_state_is_differentiated_through_no_tokens():
     k, v = draw(1, 2, 3, 7), draw(1, 2, 3, 5)
     _, past = linear_attention(k, k, v, causal=False)
