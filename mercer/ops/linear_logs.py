@@ -25,15 +25,13 @@ def group_heads(x: Float[Tensor, "B H T r"], groups: int) -> Float[Tensor, "B G 
 
 @dataclass(frozen=True)
 class Factored:
-    """Log features `x weight' + square ||x||^2 + constant + offset`, kept as their factors.
+    """Log features `x weight' + offset`, kept as their factors.
 
     Attributes:
         x: r numbers a token.
         weight: what a feature counts each with; consecutive heads of x share one.
-        square: how much of ||x||^2 is added to all features of a token.
-        constant: what is added to all features.
-        offset: makes what else is added to all features of a token, [B, H, T, 1]. Those who do not need it, as rows
-            whose weights are divided by their sum, do not ask. None: 0.
+        offset: makes what is added to all features of a token, [B, H, T, 1], for those who need it: rows whose weights
+            are divided by their sum do not. None: 0.
 
     Raises:
         ValueError: x and weight do not fit together.
@@ -44,8 +42,6 @@ class Factored:
 
     x: Float[Tensor, "B H T r"]
     weight: Float[Tensor, "Hw m r"]
-    square: float = 0.0
-    constant: float = 0.0
     offset: Callable[[], Tensor] | None = None
 
     def __post_init__(self):
@@ -59,15 +55,8 @@ class Factored:
         """Return the log features, in float32 at least."""
         dtype = compute_dtype(self.x)
         product = group_heads(self.x.to(dtype), len(self.weight)) @ self.weight.to(dtype).mT
-        product, added = product.reshape(*self.x.shape[:3], product.shape[-1]), self.added()
-        return product if added is None else product + added
-
-    def added(self) -> Float[Tensor, "B H T 1"] | None:
-        """Return what is added to all features of a token; None: nothing."""
-        if not self.square and not self.constant:
-            return None if self.offset is None else self.offset()
-        by_token = self.square * self.x.square().sum(-1, keepdim=True) + self.constant
-        return by_token if self.offset is None else by_token + self.offset()
+        product = product.reshape(*self.x.shape[:3], product.shape[-1])
+        return product if self.offset is None else product + self.offset()
 
     def plus(self, offset: Float[Tensor, "B H T 1"]) -> "Factored":
         """Return the features with a number added to all of a token."""
@@ -109,25 +98,23 @@ def arguments_of(
     """Return log features, up to what is added to a token, as an operator takes them: x and weight.
 
     Multiplied out, and with None for a weight, is what an accelerator gets, where fewer calls count for more than
-    memory, and what has not one weight a key head. Padded tokens of x are zeroed: NaN there would reach the gradient of
-    the weight.
+    memory, and what has not one weight a key head.
     """
     if not isinstance(log_phi, Factored):
         return log_phi, None
+    log_phi = log_phi.without_padding(mask)
     if log_phi.x.device.type != "cpu" or len(log_phi.weight) != kv_heads:
-        return Factored(log_phi.x, log_phi.weight).dense(), None
-    x = log_phi.x if mask is None else log_phi.x.masked_fill(~mask[:, None, :, None], 0)
-    return x.to(dtype), log_phi.weight.to(dtype)
+        return replace(log_phi, offset=None).dense(), None
+    return log_phi.x.to(dtype), log_phi.weight.to(dtype)
 
 
 def offset_of(
     log_phi: LogFeatures, dtype: torch.dtype, mask: Bool[Tensor, "B T"] | None = None
 ) -> Float[Tensor, "B H T"] | None:
     """Return what `arguments_of` left out: 0 for padded tokens."""
-    added = log_phi.added() if isinstance(log_phi, Factored) else None
-    if added is None:
+    if not isinstance(log_phi, Factored) or log_phi.offset is None:
         return None
-    offset = added.squeeze(-1).to(dtype)
+    offset = log_phi.offset().squeeze(-1).to(dtype)
     return offset if mask is None else offset.masked_fill(~mask[:, None], 0)
 
 
@@ -149,8 +136,6 @@ class Logs:
         scaled: the same in units of log 2, transposed.
         factor: one number a token on the product; None = 1.
         offset: one number a token added to it; None = 0.
-        square: how much of ||x||^2 is added to it.
-        constant: what is added to all of it.
         real: True = real token, -inf elsewhere; None = all are.
         tied: whether rows are made of the same products as keys, which must be kept for them.
     """
@@ -160,8 +145,6 @@ class Logs:
     scaled: Float[Tensor, "N r m"] | None = None
     factor: Float[Tensor, "N T 1"] | None = None
     offset: Float[Tensor, "N T 1"] | None = None
-    square: float = 0.0
-    constant: float = 0.0
     real: Bool[Tensor, "N T"] | None = None
     tied: bool = False
 
@@ -205,18 +188,9 @@ class Logs:
         if self.factor is not None:
             product = torch.mul(product, self.factor[:, span], out=product if own else None)
             own = True
-        added = self._added(span)
-        if added is not None:
-            product = torch.add(product, added / self.unit, out=product if own else None)
+        if self.offset is not None:
+            product = torch.add(product, self.offset[:, span] / self.unit, out=product if own else None)
         return product if self.real is None else product.masked_fill(~self.real[:, span, None], -math.inf)
-
-    def _added(self, span: slice) -> Float[Tensor, "N n 1"] | None:
-        """Return what is added to all features of a token."""
-        offset = None if self.offset is None else self.offset[:, span]
-        if not self.square and not self.constant:
-            return offset
-        by_token = self.x[:, :, span].flatten(1, 2).square().sum(-1, keepdim=True).mul_(self.square).add_(self.constant)
-        return by_token if offset is None else by_token.add_(offset)
 
     def add(self, logs: Tensor, nats: Tensor, *, keep: bool = False) -> Tensor:
         """Add nats to products or features made by this; unless `keep`, in place where they are not a view of x."""
@@ -227,9 +201,7 @@ class Logs:
         """Return some heads over a stretch, of which `real` are real."""
         factor, offset = (None if x is None else x[heads, span] for x in (self.factor, self.offset))
         weight, scaled = (None if x is None else x[heads] for x in (self.weight, self.scaled))
-        return replace(
-            self, x=self.x[heads, :, span], weight=weight, scaled=scaled, factor=factor, offset=offset, real=real
-        )
+        return Logs(self.x[heads, :, span], weight, scaled, factor, offset, real, self.tied)
 
 
 @dataclass(frozen=True)
@@ -250,12 +222,9 @@ class LogGradients:
         return LogGradients(self.x[heads, :, span], None if self.weight is None else self.weight[heads])
 
     def put(self, logs: Logs, span: slice, grad: Float[Tensor, "N Gn m"]) -> None:
-        """Take the gradient of the features of a stretch, after the square and before factor and offset."""
+        """Take the gradient of the features of a stretch, before factor and offset."""
         out = self.x[:, :, span]
-        of_x = grad if logs.weight is None else torch.bmm(grad, logs.weight)
-        if logs.square:
-            of_x.addcmul_(logs.x[:, :, span].flatten(1, 2), grad.sum(-1, keepdim=True), value=2 * logs.square)
-        out.copy_(of_x.view(out.shape))
+        out.copy_((grad if logs.weight is None else torch.bmm(grad, logs.weight)).view(out.shape))
         if self.weight is not None:
             self.weight.baddbmm_(grad.mT, logs.x[:, :, span].flatten(1, 2))
 
