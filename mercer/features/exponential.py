@@ -20,6 +20,7 @@ class _Exponential(FeatureMap):
     """A map with `log phi_j(x) = omega_j.x' - ||x'||^2 / 2 + bias_j - log(M) / 2`, x' = x or linear in x."""
 
     exponential = True
+    moves: ClassVar[bool] = False  # whether x' is another vector than x
 
     def constants(self) -> Float[Tensor, "Hk M"] | None:
         """Return bias_j; None: 0."""
@@ -49,12 +50,20 @@ class _Exponential(FeatureMap):
         return square.reshape(*x.shape[:3], 1)
 
     def factors(self, x, length):
-        weight, bias = length * self.folded_directions(x.dtype), self.constants()
-        offset = lambda: self.half_square(x) * -(length**2) - math.log(self.num_features) / 2
+        weight, bias, constant = (
+            length * self.folded_directions(x.dtype),
+            self.constants(),
+            -math.log(self.num_features) / 2,
+        )
+        square, offset = -(length**2) / 2, None
+        if self.moves:
+            square, offset = 0.0, lambda: self.half_square(x) * -(length**2)
         if bias is None:
-            return Factored(x, weight, offset)
-        columns = torch.cat([x, torch.ones_like(x[..., :1])], -1)
-        return Factored(columns, torch.cat([weight, bias.to(x.dtype)[..., None]], -1), offset)
+            return Factored(x, weight, square, constant, offset)
+        columns = torch.cat([x, torch.ones_like(x[..., :1])], -1)  # whose square is larger by 1
+        return Factored(
+            columns, torch.cat([weight, bias.to(x.dtype)[..., None]], -1), square, constant - square, offset
+        )
 
     def two_lengths(self, x, first, second):
         if self.constants() is not None or not self.worth_factoring(x):
@@ -63,7 +72,7 @@ class _Exponential(FeatureMap):
             x, second = (t.to(compute_dtype(x)) for t in (x, second))
             offset = second.square() * -self.half_square(x) - math.log(self.num_features) / 2
             scales = Rescaled((second / first)[..., 0], offset[..., 0])
-            return replace(self.factors(x, first), offset=None), scales
+            return replace(self.factors(x, first), square=0.0, constant=0.0, offset=None), scales
 
 
 class Favor(_Exponential):
@@ -179,6 +188,7 @@ class Darkformer(_Exponential):
     """
 
     learned = ("metric",)
+    moves = True
     metric: Tensor
     proposal: Tensor | None
     bias: Tensor | None

@@ -1,6 +1,7 @@
 """Attention with feature-space weights: the quadratic definition, and the same in linear time with carried sums."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -118,22 +119,29 @@ def linear_attention(
             o, past = attention_step(log_q, log_k, v, mask, segments, past)
         return o.to(v.dtype), LinearState(sums=past.sums, c=past.c, segment=past.segment)
     documents = document_ids(mask, segments, past.segment)
-    logs = log_arguments(log_q, log_k, v, past, mask)
+    *logs, square, constant = log_arguments(log_q, log_k, v, past, mask)
     refuse_tangents(*logs, v, past.sums)
     o, _, sums, c, _ = linear_attention_op(
-        *logs, v, past.sums, past.c, mask, documents, past.segment, causal, chunk_size
+        *logs, v, past.sums, past.c, mask, documents, past.segment, square, constant, causal, chunk_size
     )
     return o.to(v.dtype), LinearState(sums=sums, c=c, segment=segment_after(documents, past))
 
 
 def log_arguments(
     log_q: LogFeatures, log_k: LogFeatures, v: Tensor, past: Sums, mask: Bool[Tensor, "B S"] | None
-) -> tuple[Tensor | None, ...]:
-    """Return the log features of queries and keys as the operator takes them; of queries, up to a number a row."""
+) -> tuple[Any, ...]:
+    """Return the log features of queries and keys as the operator takes them; of queries, up to a number a row.
+
+    Those are x and weight of both, and of the keys their offset, square and constant: the last two are left to the
+    operator where it has x.
+    """
     dtype, of_rows = past.sums.dtype, mask if outline(log_q).shape[2] == v.shape[2] else None
     with full_precision(v.device):
         rows, keys = (arguments_of(x, v.shape[1], dtype, m) for x, m in ((log_q, of_rows), (log_k, mask)))
-        return *rows, *keys, offset_of(log_k, dtype, mask)
+        left = (0.0, 0.0)
+        if isinstance(log_k, Factored) and keys[1] is not None:
+            left, log_k = (log_k.square, log_k.constant), replace(log_k, square=0.0, constant=0.0)
+        return *rows, *keys, offset_of(log_k, dtype, mask), *left
 
 
 def check_linear(

@@ -25,13 +25,15 @@ def group_heads(x: Float[Tensor, "B H T r"], groups: int) -> Float[Tensor, "B G 
 
 @dataclass(frozen=True)
 class Factored:
-    """Log features `x weight' + offset`, kept as their factors.
+    """Log features `x weight' + square ||x||^2 + constant + offset`, kept as their factors.
 
     Attributes:
         x: r numbers a token.
         weight: what a feature counts each with; consecutive heads of x share one.
-        offset: makes what is added to all features of a token, [B, H, T, 1], for those who need it: rows whose weights
-            are divided by their sum do not. None: 0.
+        square: how much of ||x||^2 is added to all features of a token.
+        constant: what is added to all features.
+        offset: makes what else is added to all features of a token, [B, H, T, 1]. Those who do not need it, as rows
+            whose weights are divided by their sum, do not ask. None: 0.
 
     Raises:
         ValueError: x and weight do not fit together.
@@ -42,6 +44,8 @@ class Factored:
 
     x: Float[Tensor, "B H T r"]
     weight: Float[Tensor, "Hw m r"]
+    square: float = 0.0
+    constant: float = 0.0
     offset: Callable[[], Tensor] | None = None
 
     def __post_init__(self):
@@ -55,8 +59,15 @@ class Factored:
         """Return the log features, in float32 at least."""
         dtype = compute_dtype(self.x)
         product = group_heads(self.x.to(dtype), len(self.weight)) @ self.weight.to(dtype).mT
-        product = product.reshape(*self.x.shape[:3], product.shape[-1])
-        return product if self.offset is None else product + self.offset()
+        product, added = product.reshape(*self.x.shape[:3], product.shape[-1]), self.added()
+        return product if added is None else product + added
+
+    def added(self) -> Float[Tensor, "B H T 1"] | None:
+        """Return what is added to all features of a token; None: nothing."""
+        if not self.square and not self.constant:
+            return None if self.offset is None else self.offset()
+        by_token = self.square * self.x.square().sum(-1, keepdim=True) + self.constant
+        return by_token if self.offset is None else by_token + self.offset()
 
     def plus(self, offset: Float[Tensor, "B H T 1"]) -> "Factored":
         """Return the features with a number added to all of a token."""
@@ -102,19 +113,20 @@ def arguments_of(
     """
     if not isinstance(log_phi, Factored):
         return log_phi, None
-    log_phi = log_phi.without_padding(mask)
-    if log_phi.x.device.type != "cpu" or len(log_phi.weight) != kv_heads:
-        return replace(log_phi, offset=None).dense(), None
-    return log_phi.x.to(dtype), log_phi.weight.to(dtype)
+    x = log_phi.without_padding(mask).x
+    if x.device.type != "cpu" or len(log_phi.weight) != kv_heads:
+        return Factored(x, log_phi.weight).dense(), None
+    return x.to(dtype), log_phi.weight.to(dtype)
 
 
 def offset_of(
     log_phi: LogFeatures, dtype: torch.dtype, mask: Bool[Tensor, "B T"] | None = None
 ) -> Float[Tensor, "B H T"] | None:
     """Return what `arguments_of` left out: 0 for padded tokens."""
-    if not isinstance(log_phi, Factored) or log_phi.offset is None:
+    added = log_phi.without_padding(mask).added() if isinstance(log_phi, Factored) else None
+    if added is None:
         return None
-    offset = log_phi.offset().squeeze(-1).to(dtype)
+    offset = added.squeeze(-1).to(dtype)
     return offset if mask is None else offset.masked_fill(~mask[:, None], 0)
 
 
@@ -136,6 +148,8 @@ class Logs:
         scaled: the same in units of log 2, transposed.
         factor: one number a token on the product; None = 1.
         offset: one number a token added to it; None = 0.
+        square: how much of ||x||^2 is added to it.
+        constant: what is added to all of it.
         real: True = real token, -inf elsewhere; None = all are.
         tied: whether rows are made of the same products as keys, which must be kept for them.
     """
@@ -145,6 +159,8 @@ class Logs:
     scaled: Float[Tensor, "N r m"] | None = None
     factor: Float[Tensor, "N T 1"] | None = None
     offset: Float[Tensor, "N T 1"] | None = None
+    square: float = 0.0
+    constant: float = 0.0
     real: Bool[Tensor, "N T"] | None = None
     tied: bool = False
 
@@ -188,9 +204,18 @@ class Logs:
         if self.factor is not None:
             product = torch.mul(product, self.factor[:, span], out=product if own else None)
             own = True
-        if self.offset is not None:
-            product = torch.add(product, self.offset[:, span] / self.unit, out=product if own else None)
+        added = self._added(span)
+        if added is not None:
+            product = torch.add(product, added / self.unit, out=product if own else None)
         return product if self.real is None else product.masked_fill(~self.real[:, span, None], -math.inf)
+
+    def _added(self, span: slice) -> Float[Tensor, "N n 1"] | None:
+        """Return what is added to all features of a token."""
+        offset = None if self.offset is None else self.offset[:, span]
+        if not self.square and not self.constant:
+            return offset
+        by_token = self.x[:, :, span].flatten(1, 2).square().sum(-1, keepdim=True).mul_(self.square).add_(self.constant)
+        return by_token if offset is None else by_token.add_(offset)
 
     def add(self, logs: Tensor, nats: Tensor, *, keep: bool = False) -> Tensor:
         """Add nats to products or features made by this; unless `keep`, in place where they are not a view of x."""
@@ -201,7 +226,9 @@ class Logs:
         """Return some heads over a stretch, of which `real` are real."""
         factor, offset = (None if x is None else x[heads, span] for x in (self.factor, self.offset))
         weight, scaled = (None if x is None else x[heads] for x in (self.weight, self.scaled))
-        return Logs(self.x[heads, :, span], weight, scaled, factor, offset, real, self.tied)
+        return replace(
+            self, x=self.x[heads, :, span], weight=weight, scaled=scaled, factor=factor, offset=offset, real=real
+        )
 
 
 @dataclass(frozen=True)
@@ -222,9 +249,12 @@ class LogGradients:
         return LogGradients(self.x[heads, :, span], None if self.weight is None else self.weight[heads])
 
     def put(self, logs: Logs, span: slice, grad: Float[Tensor, "N Gn m"]) -> None:
-        """Take the gradient of the features of a stretch, before factor and offset."""
+        """Take the gradient of the features of a stretch, after the square and before factor and offset."""
         out = self.x[:, :, span]
-        out.copy_((grad if logs.weight is None else torch.bmm(grad, logs.weight)).view(out.shape))
+        of_x = grad if logs.weight is None else torch.bmm(grad, logs.weight)
+        if logs.square:
+            of_x.addcmul_(logs.x[:, :, span].flatten(1, 2), grad.sum(-1, keepdim=True), value=2 * logs.square)
+        out.copy_(of_x.view(out.shape))
         if self.weight is not None:
             self.weight.baddbmm_(grad.mT, logs.x[:, :, span].flatten(1, 2))
 

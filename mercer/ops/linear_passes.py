@@ -1,6 +1,6 @@
 """The passes of linear attention over chunks, forward and backward, as one operator that compilers do not look into."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -125,31 +125,37 @@ class _Gradients:
 
 _ARGUMENTS = (
     "Tensor log_q, Tensor? q_weight, Tensor log_k, Tensor? k_weight, Tensor? k_offset, Tensor v, Tensor sums, "
-    "Tensor scale, Tensor? mask, Tensor? documents, Tensor last, bool causal, int chunk_size) -> "
+    "Tensor scale, Tensor? mask, Tensor? documents, Tensor last, float k_square, float k_constant, bool causal, "
+    "int chunk_size) -> "
 )
 
 
-def _problem(log_q, q_weight, log_k, k_weight, k_offset, v, *others) -> Problem:
+def _problem(
+    log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, mask, documents, last, square, constant, causal, size
+) -> Problem:
     count = v.shape[0] * v.shape[1]
-    keys = Logs.of(log_k, k_weight, count, offset=k_offset)
-    return Problem.of(Logs.of(log_q, q_weight, count), keys, v, *others)
+    rows, keys = Logs.of(log_q, q_weight, count), Logs.of(log_k, k_weight, count, offset=k_offset)
+    keys = replace(keys, square=square, constant=constant)
+    return Problem.of(rows, keys, v, sums, scale, mask, documents, last, causal, size)
 
 
 @torch.library.custom_op(
     "mercer::linear_attention", mutates_args=(), schema=f"({_ARGUMENTS}(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def linear_attention_op(
-    log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, mask, documents, last, causal, chunk_size
-):
+    log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, mask, documents, last, k_square, k_constant, causal,
+    chunk_size,
+):  # fmt: skip
     """Return o, one over the weight of each row, the sums and their scale after the last token, and log weights.
 
-    With a weight, log features are log_q q_weight' and log_k k_weight' + k_offset. A row's weight is counted in a unit
-    of its own in the second output; its log, in the last one, is not: FLOOR where a row sees nothing.
+    With a weight, log features are log_q q_weight', and for keys log_k k_weight' + k_square ||log_k||^2 + k_constant;
+    k_offset is added to either. A row's weight is counted in a unit of its own in the second output; its log, in the
+    last one, is not: FLOOR where a row sees nothing.
     """
     o, inverse, log_total = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1, 1))
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
     with full_precision(log_q.device):
-        others = (new_sums, scale, mask, documents, last, causal, chunk_size)
+        others = (new_sums, scale, mask, documents, last, k_square, k_constant, causal, chunk_size)
         problem = _problem(log_q, q_weight, log_k, k_weight, k_offset, v, *others)
         folded = [fold(x, len(problem.values)) for x in (o, inverse, log_total)]
         for stretch in problem.stretches():
@@ -168,14 +174,14 @@ def linear_attention_op(
 )
 def _backward_op(
     grad_o, grad_sums, grad_log_total, o, inverse, weigh, log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale,
-    mask, documents, last, causal, size,
+    mask, documents, last, k_square, k_constant, causal, size,
 ):  # fmt: skip
     """Return the gradients of the arguments up to sums that are given; zeros for weights that do not `weigh`."""
     grad_v, grad_before = v.new_empty(v.shape), sums.new_zeros(sums.shape)
     grad_offset = None if k_offset is None else torch.empty_like(k_offset, memory_format=torch.contiguous_format)
     with full_precision(log_q.device):
         logs = (log_q, q_weight, log_k, k_weight, k_offset)
-        problem = _problem(*logs, v, sums, scale, mask, documents, last, causal, size)
+        problem = _problem(*logs, v, sums, scale, mask, documents, last, k_square, k_constant, causal, size)
         count = len(problem.values)
         folded = [fold(x, count) for x in (grad_o, o, inverse, grad_log_total)]
         rows = LogGradients.like(log_q, q_weight, count, weigh=weigh[0])
@@ -195,7 +201,7 @@ def _backward_op(
 
 
 @linear_attention_op.register_fake
-def _(log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, mask, documents, last, causal, chunk_size):
+def _(log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, *others):
     o, inverse, log_total = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1, 1))
     return o, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape), log_total
 
@@ -206,16 +212,18 @@ def _(grad_o, grad_sums, grad_log_total, o, inverse, weigh, *arguments):
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.causal, ctx.size = inputs
+    *tensors, ctx.square, ctx.constant, ctx.causal, ctx.size = inputs
     ctx.save_for_backward(output[0], output[1], *tensors)
 
 
 def _differentiate(ctx, grad_o, grad_inverse, grad_sums, grad_scale, grad_log_total):
     o, inverse, *arguments = ctx.saved_tensors
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    grads = _backward_op(grad_o, grad_sums, grad_log_total, o, inverse, weigh, *arguments, ctx.causal, ctx.size)
+    grads = _backward_op(
+        grad_o, grad_sums, grad_log_total, o, inverse, weigh, *arguments, ctx.square, ctx.constant, ctx.causal, ctx.size
+    )
     grads = iter(grads)
-    return *(None if x is None else next(grads) for x in arguments[:7]), *[None] * 6
+    return *(None if x is None else next(grads) for x in arguments[:7]), *[None] * 8
 
 
 linear_attention_op.register_autograd(_differentiate, setup_context=_save)

@@ -1,6 +1,6 @@
 """Kernel systems with feature-space weights: the quadratic definition, and the same in linear time, constant state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -163,12 +163,9 @@ def _of_heads(log_phi: LogFeatures, heads: int) -> LogFeatures:
     """Repeat log features for every head of the widest input."""
     if not isinstance(log_phi, Factored):
         return repeat_heads(log_phi, heads)
-    offset = log_phi.offset
-    return Factored(
-        repeat_heads(log_phi.x, heads),
-        repeat_heads(log_phi.weight[None], heads)[0],
-        offset and (lambda: repeat_heads(offset(), heads)),
-    )
+    offset, weight = log_phi.offset, repeat_heads(log_phi.weight[None], heads)[0]
+    repeated = offset and (lambda: repeat_heads(offset(), heads))
+    return replace(log_phi, x=repeat_heads(log_phi.x, heads), weight=weight, offset=repeated)
 
 
 def _scales(

@@ -139,10 +139,10 @@ def _far(
     past_sums = Sums.of(past, outline(log_k), v, outline(log_q))
     entering = torch.zeros_like(past_sums.segment)  # documents are numbered anew in each call
     documents = None if run is None or rows is None else document_ids(rows, run, entering)
-    logs = log_arguments(log_q, log_k, v, past_sums, rows)
+    *logs, square, constant = log_arguments(log_q, log_k, v, past_sums, rows)
     refuse_tangents(*logs, v)
     o, _, sums, c, log_total = linear_attention_op(
-        *logs, v, past_sums.sums, past_sums.c, rows, documents, entering, True, chunk_size
+        *logs, v, past_sums.sums, past_sums.c, rows, documents, entering, square, constant, True, chunk_size
     )
     row_offset = offset_of(log_q, log_total.dtype)  # which the operator left out
     if row_offset is not None:

@@ -335,8 +335,9 @@ def test_the_operator_is_registered_rightly():
     x_q, x_k, offset = (torch.randn(2, *size).requires_grad_() for size in ((4, 9, 3), (2, 9, 3), (2, 9)))
     weights = [torch.randn(2, 7, 3).requires_grad_() for _ in range(2)]
     for masks in ((None, None), (mask, torch.zeros(2, 9, dtype=torch.long))):
-        for logs in ((inputs[0], None, inputs[1], None, None), (x_q, weights[0], x_k, weights[1], offset)):
-            arguments = (*logs, inputs[2], state.sums, state.c, *masks, state.segment, True, 4)
+        dense, factors = (inputs[0], None, inputs[1], None, None), (x_q, weights[0], x_k, weights[1], offset)
+        for logs, floats in ((dense, (0.0, 0.0)), (factors, (-0.5, 0.3))):
+            arguments = (*logs, inputs[2], state.sums, state.c, *masks, state.segment, *floats, True, 4)
             torch.library.opcheck(linear_attention_op, arguments)
 
 
