@@ -82,25 +82,15 @@ def layers(
 
 def _text(place: Any, source: str, length: int) -> tuple[Any, Any]:
     """Return the model's tokenizer, and held-out text in windows."""
-    from mercer.data import prepare
     from mercer.hf.source import read_tokenizer
     from mercer.train.recipe import DataConfig
-    from mercer.train.setup import default_cache_dir
+    from mercer.train.setup import pack
 
     tokenizer = read_tokenizer(place)
     if tokenizer is None:
         raise ValueError(f"{place.place} has no tokenizer; layers are measured on text: save one beside the model")
     config = DataConfig(source=source, length=length, max_bytes=50_000_000)
-    packed = prepare(
-        source,
-        tokenizer,
-        length=length,
-        validation_fraction=config.validation_fraction,
-        seed=0,
-        cache_dir=default_cache_dir(),
-        max_bytes=config.max_bytes,
-    )
-    return tokenizer, packed.validation
+    return tokenizer, pack(config, tokenizer, 0, None).validation
 
 
 def _questions(tokenizer: Any, split: Any, distance: int, trials: int, seed: int) -> list[Any]:

@@ -50,20 +50,15 @@ class _Exponential(FeatureMap):
         return square.reshape(*x.shape[:3], 1)
 
     def factors(self, x, length):
-        weight, bias, constant = (
-            length * self.folded_directions(x.dtype),
-            self.constants(),
-            -math.log(self.num_features) / 2,
-        )
-        square, offset = -(length**2) / 2, None
+        weight, bias = length * self.folded_directions(x.dtype), self.constants()
+        constant, square, offset = -math.log(self.num_features) / 2, -(length**2) / 2, None
         if self.moves:
             square, offset = 0.0, lambda: self.half_square(x) * -(length**2)
-        if bias is None:
-            return Factored(x, weight, square, constant, offset)
-        columns = torch.cat([x, torch.ones_like(x[..., :1])], -1)  # whose square is larger by 1
-        return Factored(
-            columns, torch.cat([weight, bias.to(x.dtype)[..., None]], -1), square, constant - square, offset
-        )
+        if bias is not None:  # as one more column, which makes the square of x larger by 1
+            weight, constant = torch.cat([weight, bias.to(x.dtype)[..., None]], -1), constant - square
+            columns = torch.cat([x, torch.ones_like(x[..., :1])], -1)
+            return Factored(columns, weight, square, constant, offset)
+        return Factored(x, weight, square, constant, offset)
 
     def two_lengths(self, x, first, second):
         if self.constants() is not None or not self.worth_factoring(x):

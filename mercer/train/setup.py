@@ -69,16 +69,20 @@ def load_data(config: DataConfig, seed: int, cache_dir: Path | None) -> tuple[An
     """
     cache_dir = cache_dir or default_cache_dir()
     tokenizer = build_tokenizer(config.tokenizer, read_documents(config.source), cache_dir)
-    data = prepare(
+    return tokenizer, pack(config, tokenizer, seed, cache_dir)
+
+
+def pack(config: DataConfig, tokenizer: Any, seed: int, cache_dir: Path | None) -> Any:
+    """Return the packed data under a tokenizer at hand; errors are those of `load_data`."""
+    return prepare(
         config.source,
         tokenizer,
         length=config.length,
         validation_fraction=config.validation_fraction,
         seed=seed,
-        cache_dir=cache_dir,
+        cache_dir=cache_dir or default_cache_dir(),
         max_bytes=config.max_bytes,
     )
-    return tokenizer, data
 
 
 @contextlib.contextmanager

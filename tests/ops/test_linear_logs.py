@@ -16,6 +16,7 @@ from mercer.ops import (
     linear_kernel_solve_naive,
     near_far_attention,
 )
+from mercer.ops.linear_logs import LogGradients
 
 T, CHUNK = 19, 8
 MASK = torch.stack([torch.arange(T) >= 5, torch.arange(T) % 4 != 1])
@@ -123,14 +124,28 @@ def test_the_near_field_in_factors(marks):
     assert_same(run(lambda f: f.factored), run(lambda f: f))
 
 
-def test_a_gradient_that_is_not_wanted_is_not_worked_out():
+@pytest.mark.parametrize("solved", [False, True])
+def test_a_gradient_that_is_not_wanted_is_not_worked_out(monkeypatch, solved):
+    rooms, like = [], LogGradients.like.__func__
     (q, make_q), (k, make_k), v = factors(2), factors(2), draw(2, 2, T, 5)
+
+    def grads(*wanted):
+        rooms.clear()
+        logs = make_q(*q), make_k(*k)
+        o = (linear_kernel_solve(*logs, v, ridge=0.1) if solved else linear_attention(*logs, v))[0]
+        return torch.autograd.grad(o.sin().sum(), wanted)
+
+    def watched(cls, *given, **options):
+        rooms.append(like(cls, *given, **options))
+        return rooms[-1]
+
+    monkeypatch.setattr(LogGradients, "like", classmethod(watched))
+    every = grads(q[0], k[0], k[2], v, q[1], k[1])
+    assert [room.weight is None for room in rooms] == [False, False]
     for leaf in (q[1], k[1]):
         leaf.requires_grad_(False)
-    o, _ = linear_attention(make_q(*q), make_k(*k), v, chunk_size=CHUNK)
-    assert [g.shape for g in torch.autograd.grad(o.sum(), [q[0], k[0], k[2], v])] == [
-        x.shape for x in (q[0], k[0], k[2], v)
-    ]
+    assert_same(grads(q[0], k[0], k[2], v), every[:4])
+    assert [room.weight is None for room in rooms] == [True, True]
 
 
 @pytest.mark.parametrize("tokens", [T, 1])
