@@ -77,6 +77,11 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         )
 
 
+def any_grad(*tensors: Tensor | None) -> bool:
+    """Return whether a backward pass can come."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def visible(
     rows: int,
     cols: int,

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mercer.ops.checks import (
+    any_grad,
     check_heads,
     check_mask,
     check_segments,
@@ -121,9 +122,10 @@ def linear_attention(
     documents = document_ids(mask, segments, past.segment)
     *logs, square, constant = log_arguments(log_q, log_k, v, past, mask)
     refuse_tangents(*logs, v, past.sums)
-    o, _, sums, c, _ = linear_attention_op(
-        *logs, v, past.sums, past.c, mask, documents, past.segment, square, constant, causal, chunk_size
-    )
+    o, _, sums, c, *_ = linear_attention_op(
+        *logs, v, past.sums, past.c, mask, documents, past.segment, square, constant, causal, chunk_size,
+        any_grad(*logs, v, past.sums),
+    )  # fmt: skip
     return o.to(v.dtype), LinearState(sums=sums, c=c, segment=segment_after(documents, past))
 
 

@@ -18,12 +18,18 @@ from mercer.ops.linear_logs import Logs, exp_
 
 FLOOR = -1e30  # the log scale of "no key yet": finite, so that FLOOR - FLOOR is 0 and never NaN
 CACHE_BYTES = 1 << 21  # query and key features of one chunk of the heads worked together: a second-level cache
-CPU_CHUNK = 128  # longer chunks only add work above the diagonal; of 32 the matrices are too small
+CPU_CHUNK = 128  # tokens that share one shift on a CPU
+CPU_BLOCK = 64  # longer blocks only add work above the diagonal; of 32 the matrices are too small
 
 
 def chunk_length(device: torch.device, chunk_size: int) -> int:
     """Return how many tokens to work together when at most `chunk_size` are allowed."""
     return min(chunk_size, CPU_CHUNK) if device.type == "cpu" else chunk_size
+
+
+def blocks_of(length: int, device: torch.device) -> int:
+    """Return into how many blocks to divide a piece in which no document begins."""
+    return 1 if device.type != "cpu" or length % CPU_BLOCK else max(1, length // CPU_BLOCK)
 
 
 def heads_at_once(device: torch.device, heads: int, row_bytes: int) -> int:
@@ -169,6 +175,7 @@ class Piece:
         shift: log scale of the features inside.
         scale: log scale of the sums that leave.
         parts: how documents divide it; None where none begins inside, in any row of the batch.
+        blocks: equal parts of it, inside which weights are formed; between them sums are carried.
         logs: its keys' log features, in units of `Logs`, where they are at hand; to be used once, and used up.
         product: what they are made of, likewise, where rows are made of it too.
     """
@@ -179,6 +186,7 @@ class Piece:
     shift: Float[Tensor, "N m"]
     scale: Float[Tensor, "N m"]
     parts: Documents | None
+    blocks: int = 1
     logs: Float[Tensor, "N n m"] | None = None
     product: Float[Tensor, "N n m"] | None = None
 
@@ -192,14 +200,14 @@ class Piece:
         return replace(self, product=None, logs=None)
 
     @property
-    def decay(self) -> Float[Tensor, "N m 1"]:
+    def decay(self) -> Float[Tensor, "N 1 m"]:
         """What the entering sums are multiplied by to stand at `shift`."""
-        return exp_(self.carry - self.shift)[..., None]
+        return exp_(self.carry - self.shift)[:, None]
 
     @property
-    def lift(self) -> Float[Tensor, "N m 1"]:
+    def lift(self) -> Float[Tensor, "N 1 m"]:
         """What sums at `shift` are multiplied by to leave at `scale`."""
-        return exp_(self.shift - self.scale)[..., None]
+        return exp_(self.shift - self.scale)[:, None]
 
 
 def _measure(log_k: Logs, tokens: Tokens, start: int, stop: int, scale: Float[Tensor, "N m"]) -> tuple[Piece, Tensor]:
@@ -220,7 +228,9 @@ def _measure(log_k: Logs, tokens: Tokens, start: int, stop: int, scale: Float[Te
     if parts is not None:
         out = keys.masked_fill(~parts.closing, -math.inf).amax(1) * log_k.unit
         out = torch.maximum(torch.where(parts.through[..., 0], scale, FLOOR), out)
-    return Piece(start, stop, scale, shift, out, parts, keys, product if log_k.tied else None), (shift - lowest).amax()
+    blocks = blocks_of(stop - start, scale.device) if parts is None else 1
+    piece = Piece(start, stop, scale, shift, out, parts, blocks, keys, product if log_k.tied else None)
+    return piece, (shift - lowest).amax()
 
 
 def _halve(
@@ -244,9 +254,28 @@ def plan(log_k: Logs, scale: Float[Tensor, "N m"], tokens: Tokens, chunk_size: i
     On a CPU chunks are cut as they are asked for, so that what was read to cut one is in the cache when it is worked.
     Of an accelerator, all are cut at once, and it is waited for once, for the spreads of all chunks.
     """
-    limit = -0.6 * math.log(torch.finfo(scale.dtype).tiny)  # 52 nats in float32, 425 in float64
     cut = _cut_in_turn if scale.device.type == "cpu" else _cut_at_once
-    return cut(log_k, scale, tokens, chunk_size, limit)
+    return cut(log_k, scale, tokens, chunk_size, _limit(scale))
+
+
+def plan_backwards(
+    log_k: Logs, scales: Float[Tensor, "N chunks m"], tokens: Tokens, chunk_size: int
+) -> Iterator[tuple[int, list[Piece]]]:
+    """Cut the sequence as `plan` did, from the last chunk to the first, given the scale each was entered with."""
+    count = scales.shape[1]
+    if scales.device.type != "cpu" and count:
+        chunks = _cut_at_once(log_k, scales[:, 0], tokens, chunk_size, _limit(scales))
+        yield from zip(range(count - 1, -1, -1), reversed(chunks), strict=True)
+        return
+    for number in range(count - 1, -1, -1):
+        start = number * chunk_size
+        stop = min(start + chunk_size, log_k.length)
+        yield number, list(_halve(log_k, tokens, start, stop, scales[:, number], _limit(scales)))
+
+
+def _limit(scale: Tensor) -> float:
+    """Return the largest spread that is safe: 52 nats in float32, 425 in float64."""
+    return -0.6 * math.log(torch.finfo(scale.dtype).tiny)
 
 
 def _cut_in_turn(

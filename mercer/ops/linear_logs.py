@@ -135,6 +135,11 @@ def fold(x: Float[Tensor, "B H T d"], count: int) -> Float[Tensor, "N G T d"]:
     return x.reshape(count, x.shape[0] * x.shape[1] // max(count, 1), *x.shape[2:])
 
 
+def in_blocks(x: Float[Tensor, "N G n d"], blocks: int) -> Float[Tensor, "N b G h d"]:
+    """Divide tokens into blocks, each with all heads of a group; a view."""
+    return x.unflatten(2, (blocks, -1)).transpose(1, 2)
+
+
 @dataclass(frozen=True)
 class Logs:
     """Log features of folded heads, worked out for a stretch of tokens at a time, in units of `unit` nats.
@@ -193,9 +198,13 @@ class Logs:
         """Number of features."""
         return self.x.shape[3] if self.weight is None else self.weight.shape[1]
 
-    def product(self, span: slice) -> Float[Tensor, "N Gn m"]:
+    def cut(self, span: slice, blocks: int = 1) -> Float[Tensor, "N Gn r"]:
+        """Return x of a stretch: block below block, and in each head below head."""
+        return in_blocks(self.x[:, :, span], blocks).flatten(1, 3)
+
+    def product(self, span: slice, blocks: int = 1) -> Float[Tensor, "N Gn m"]:
         """Return the features of a stretch, before factor and offset; a view of x if they are given."""
-        x = self.x[:, :, span].flatten(1, 2)
+        x = self.cut(span, blocks)
         return x if self.scaled is None else torch.bmm(x, self.scaled)
 
     def finished(self, product: Float[Tensor, "N n m"], span: slice, *, keep: bool = True) -> Float[Tensor, "N n m"]:
@@ -248,15 +257,15 @@ class LogGradients:
         """Return the room of some heads over a stretch."""
         return LogGradients(self.x[heads, :, span], None if self.weight is None else self.weight[heads])
 
-    def put(self, logs: Logs, span: slice, grad: Float[Tensor, "N Gn m"]) -> None:
+    def put(self, logs: Logs, span: slice, grad: Float[Tensor, "N Gn m"], blocks: int = 1) -> None:
         """Take the gradient of the features of a stretch, after the square and before factor and offset."""
-        out = self.x[:, :, span]
+        out = in_blocks(self.x[:, :, span], blocks)
         of_x = grad if logs.weight is None else torch.bmm(grad, logs.weight)
         if logs.square:
-            of_x.addcmul_(logs.x[:, :, span].flatten(1, 2), grad.sum(-1, keepdim=True), value=2 * logs.square)
+            of_x.addcmul_(logs.cut(span, blocks), grad.sum(-1, keepdim=True), value=2 * logs.square)
         out.copy_(of_x.view(out.shape))
         if self.weight is not None:
-            self.weight.baddbmm_(grad.mT, logs.x[:, :, span].flatten(1, 2))
+            self.weight.baddbmm_(grad.mT, logs.cut(span, blocks))
 
     def results(self, like: Tensor, weight: Tensor | None) -> list[Tensor]:
         """Return the gradients of x, shaped like it, and of the weight, if there is one: zeros if it was not wanted."""

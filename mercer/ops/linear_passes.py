@@ -8,25 +8,31 @@ from torch import Tensor
 
 from mercer.ops.checks import full_precision
 from mercer.ops.linear_chunks import FLOOR, plan
-from mercer.ops.linear_logs import LogGradients, Logs, exp_, fold
+from mercer.ops.linear_logs import LogGradients, Logs, exp_, fold, in_blocks
 from mercer.ops.linear_pieces import (
+    Kept,
     Part,
     Problem,
+    Returned,
+    add_matmul_,
     advance_,
+    entering_sums,
     far_sums,
-    lift_,
+    kept_of,
+    kept_room,
+    matmul,
     pieces_backwards,
     row_gradients,
-    weight_gradients_,
+    weight_gradients,
 )
 
 
-def _write(out: Float[Tensor, "N Gn W"], at: slice, o: Tensor, inverse: Tensor, log_total: Tensor) -> None:
+def _write(out: Float[Tensor, "N b Gh W"], *rows: Float[Tensor, "N G n _"]) -> None:
     """Divide the sums of rows by their last column into o and inverse; 0 where nothing was seen.
 
-    `log_total`, the log of the whole weight of a row, holds that of its unit before.
+    `rows` are o, inverse and log_total, which holds the log of the unit before and of the whole weight afterwards.
     """
-    o, inverse, log_total = (x[:, :, at] for x in (o, inverse, log_total))
+    o, inverse, log_total = (in_blocks(x, out.shape[1]) for x in rows)
     out = out.view(*o.shape[:-1], -1)
     total, blind = out[..., -1:], out[..., -1:] == 0
     inverse.copy_(total.reciprocal().masked_fill_(blind, 0))
@@ -34,73 +40,82 @@ def _write(out: Float[Tensor, "N Gn W"], at: slice, o: Tensor, inverse: Tensor, 
     torch.mul(out[..., :-1], inverse, out=o)
 
 
-def _causal_forward(part: Part, o: Tensor, inverse: Tensor, log_total: Tensor) -> Tensor:
+def _causal_forward(part: Part, kept: Kept, *rows: Float[Tensor, "N G T _"]) -> Tensor:
     """Write o, inverse and log_total; carry the sums on in place and return their scale after the last token."""
-    sums, scale = part.sums, part.scale
-    for chunk in plan(part.keys, scale, part.tokens, part.size):
+    scale = part.scale
+    for number, chunk in enumerate(plan(part.keys, scale, part.tokens, part.size)):
+        kept.put(number, part.sums, scale)
         for piece in chunk:
-            at, scale, values = piece.span, piece.scale, part.values_at(piece.span)
-            key_weights, row_weights, near = part.piece_weights(piece, log_total[:, :, at])
-            out = far_sums(row_weights, sums.mul_(piece.decay), piece)
-            _write(out.baddbmm_(near, values), at, o, inverse, log_total)
-            advance_(sums, key_weights, values, piece)
+            at, scale, values = piece.span, piece.scale, part.values_at(piece.span, piece.blocks)
+            weights = part.weights(piece, rows[2][:, :, at])
+            out = matmul(weights.near, values)
+            part.sums.mul_(piece.decay)
+            for block in range(piece.blocks):
+                out[:, block] += far_sums(weights.rows[:, block], part.sums, piece.parts)
+                advance_(part.sums, weights.keys[:, block], values[:, block], piece)
+            _write(out, *(x[:, :, at] for x in rows))
     return scale
 
 
-def _causal_backward(part: Part, results: tuple[Tensor, ...], grad_sums: Tensor, outs: "_Gradients") -> Tensor:
-    """Write the gradients of rows, keys and values into `outs`; return that of the sums that entered.
+def _causal_backward(
+    part: Part, kept: Kept, results: tuple[Tensor, ...], grad_sums: Float[Tensor, "N W m"], outs: "_Gradients"
+) -> None:
+    """Write the gradients of rows, keys and values into `outs`; turn that of the sums that left into those entering's.
 
     `results` are the gradient of o, o, inverse, and the gradient of log_total.
     """
     assert part.rows is not None
-    for piece, before in pieces_backwards(part):
-        at, weights, values = piece.span, part.piece_weights(piece), part.values_at(piece.span)
-        grad = row_gradients(*(x[:, :, at] for x in results))
-        closing = lift_(grad_sums, weights[0], piece)
-        grad_value = torch.bmm(weights[2].mT, grad).baddbmm_(closing, grad_sums)
-        outs.values[:, at] = grad_value[..., :-1]
-        grad_row, grad_key = weight_gradients_(part, piece, weights, values, before, grad, grad_sums)
-        outs.rows.put(part.rows, at, grad_row)
-        outs.put_keys(part.keys, at, grad_key)
-    return grad_sums
+    for piece, before in pieces_backwards(part, kept):
+        at, weights, values = piece.span, part.weights(piece), part.values_at(piece.span, piece.blocks)
+        grad = row_gradients(*(in_blocks(x[:, :, at], piece.blocks) for x in results)).flatten(2, 3)
+        entering = entering_sums(weights, values, before, piece)
+        returned = Returned.into(piece, grad_sums)
+        for block in reversed(range(piece.blocks)):
+            returned.through(block, weights.rows[:, block], grad[:, block])
+        grad_values = matmul(returned.closing(weights.keys), returned.leaving[:, :, :-1].mT)
+        outs.values[:, at] = add_matmul_(grad_values, weights.near.mT, grad[..., :-1]).flatten(1, 2)
+        grad_rows, grad_keys = weight_gradients(weights, values, grad, entering, returned)
+        outs.rows.put(part.rows, at, grad_rows, piece.blocks)
+        outs.put_keys(part.keys, at, grad_keys)
 
 
-def _full_sums_(part: Part, sums: Tensor) -> Tensor:
+def _full_sums_(part: Part, sums: Float[Tensor, "N W m"]) -> Tensor:
     """Add all keys to the sums of the state, in place; return their scale."""
     shift = part.scale
     for at in part.spans(part.keys.length):
         keys = part.keys.finished(part.keys.product(at), at)
         shift = torch.maximum(shift, keys.amax(1) * part.keys.unit)
-    sums.mul_(exp_(part.scale - shift)[..., None])
+    sums.mul_(exp_(part.scale - shift)[:, None])
     for at in part.spans(part.keys.length):
-        sums.baddbmm_(part.key_weights(at, shift).mT, part.values_at(at))
+        sums.baddbmm_(part.values_at(at)[:, 0].mT, part.key_weights(at, shift)[:, 0])
     return shift
 
 
-def _full_forward(part: Part, o: Tensor, inverse: Tensor, log_total: Tensor) -> Tensor:
+def _full_forward(part: Part, *rows: Float[Tensor, "N G T _"]) -> Tensor:
     """Do `_causal_forward` where every row sees every key."""
     shift = _full_sums_(part, part.sums)
     for at in part.spans(part.num_rows):
-        out = torch.bmm(part.row_weights(at, shift, log_total[:, :, at]), part.sums)
-        _write(out, at, o, inverse, log_total)
+        cut = [x[:, :, at] for x in rows]
+        _write(matmul(part.row_weights(at, shift, cut[2]), part.sums.mT[:, None]), *cut)
     return shift
 
 
-def _full_backward(part: Part, results: tuple[Tensor, ...], grad_sums: Tensor, outs: "_Gradients") -> Tensor:
+def _full_backward(
+    part: Part, results: tuple[Tensor, ...], grad_sums: Float[Tensor, "N W m"], outs: "_Gradients"
+) -> None:
     """Do `_causal_backward` where every row sees every key."""
     assert part.rows is not None
-    sums = part.sums.clone()
-    shift = _full_sums_(part, sums)
+    shift = _full_sums_(part, part.sums)
     for at in part.spans(part.num_rows):
-        grad = row_gradients(*(x[:, :, at] for x in results))
-        weights = part.row_weights(at, shift)
-        outs.rows.put(part.rows, at, torch.bmm(grad, sums.mT).mul_(weights))
-        grad_sums.baddbmm_(weights.mT, grad)
+        grad = row_gradients(*(x[:, :, at] for x in results)).flatten(1, 2)
+        weights = part.row_weights(at, shift)[:, 0]
+        outs.rows.put(part.rows, at, torch.bmm(grad, part.sums).mul_(weights))
+        grad_sums.baddbmm_(grad.mT, weights)
     for at in part.spans(part.keys.length):
-        weights = part.key_weights(at, shift)
-        outs.put_keys(part.keys, at, torch.bmm(part.values_at(at), grad_sums.mT).mul_(weights))
-        outs.values[:, at] = torch.bmm(weights, grad_sums)[..., :-1]
-    return grad_sums.mul_(exp_(part.scale - shift)[..., None])
+        weights = part.key_weights(at, shift)[:, 0]
+        outs.put_keys(part.keys, at, torch.bmm(part.values_at(at)[:, 0], grad_sums).mul_(weights))
+        outs.values[:, at] = torch.bmm(weights, grad_sums[:, :-1].mT)
+    grad_sums.mul_(exp_(part.scale - shift)[:, None])
 
 
 @dataclass(frozen=True)
@@ -126,7 +141,7 @@ class _Gradients:
 _ARGUMENTS = (
     "Tensor log_q, Tensor? q_weight, Tensor log_k, Tensor? k_weight, Tensor? k_offset, Tensor v, Tensor sums, "
     "Tensor scale, Tensor? mask, Tensor? documents, Tensor last, float k_square, float k_constant, bool causal, "
-    "int chunk_size) -> "
+    "int chunk_size"
 )
 
 
@@ -140,41 +155,46 @@ def _problem(
 
 
 @torch.library.custom_op(
-    "mercer::linear_attention", mutates_args=(), schema=f"({_ARGUMENTS}(Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "mercer::linear_attention",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_attention_op(
     log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, mask, documents, last, k_square, k_constant, causal,
-    chunk_size,
+    chunk_size, keep,
 ):  # fmt: skip
-    """Return o, one over the weight of each row, the sums and their scale after the last token, and log weights.
+    """Return o, one over the weight of each row, sums and their scale after the last token, log weights, and `Kept`.
 
     With a weight, log features are log_q q_weight', and for keys log_k k_weight' + k_square ||log_k||^2 + k_constant;
     k_offset is added to either. A row's weight is counted in a unit of its own in the second output; its log, in the
-    last one, is not: FLOOR where a row sees nothing.
+    fifth one, is not: FLOOR where a row sees nothing. `keep`: whether a backward pass will come, which is faster with
+    the sums that entered the chunks, the last output.
     """
     o, inverse, log_total = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1, 1))
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
+    room = kept_room(sums, v, chunk_size, keep=keep and causal)
     with full_precision(log_q.device):
         others = (new_sums, scale, mask, documents, last, k_square, k_constant, causal, chunk_size)
         problem = _problem(log_q, q_weight, log_k, k_weight, k_offset, v, *others)
-        folded = [fold(x, len(problem.values)) for x in (o, inverse, log_total)]
+        folded, kept = [fold(x, len(problem.values)) for x in (o, inverse, log_total)], Kept(room.flatten(0, 1))
         for stretch in problem.stretches():
-            part, forward = problem.part(stretch), _causal_forward if causal else _full_forward
-            new_scale.flatten(0, 1)[stretch.heads] = forward(part, *(x[stretch.heads, :, stretch.span] for x in folded))
-            if not stretch.opens:  # a document after the first had sums of its own
-                problem.sums[stretch.heads] = part.sums
-    return o, inverse, new_sums, new_scale, log_total
+            heads, part = stretch.heads, problem.part(stretch)
+            rows = [x[heads, :, stretch.span] for x in folded]
+            after = _causal_forward(part, kept.of_heads(heads), *rows) if causal else _full_forward(part, *rows)
+            new_scale.flatten(0, 1)[heads] = after
+            problem.sums[heads] = part.sums.mT
+    return o, inverse, new_sums, new_scale, log_total, room
 
 
 @torch.library.custom_op(
     "mercer::linear_attention_backward",
     mutates_args=(),
-    schema="(Tensor grad_o, Tensor grad_sums, Tensor grad_log_total, Tensor o, Tensor inverse, bool[] weigh, "
-    f"{_ARGUMENTS}Tensor[]",
+    schema="(Tensor grad_o, Tensor grad_sums, Tensor grad_log_total, Tensor o, Tensor inverse, Tensor kept, "
+    f"bool[] weigh, {_ARGUMENTS}) -> Tensor[]",
 )
 def _backward_op(
-    grad_o, grad_sums, grad_log_total, o, inverse, weigh, log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale,
-    mask, documents, last, k_square, k_constant, causal, size,
+    grad_o, grad_sums, grad_log_total, o, inverse, room, weigh, log_q, q_weight, log_k, k_weight, k_offset, v, sums,
+    scale, mask, documents, last, k_square, k_constant, causal, size,
 ):  # fmt: skip
     """Return the gradients of the arguments up to sums that are given; zeros for weights that do not `weigh`."""
     grad_v, grad_before = v.new_empty(v.shape), sums.new_zeros(sums.shape)
@@ -189,13 +209,16 @@ def _backward_op(
         offset = None if grad_offset is None else grad_offset.flatten(0, 1)[..., None]
         outs, after = _Gradients(rows, keys, offset, grad_v.flatten(0, 1)), grad_sums.flatten(0, 1)
         for stretch in problem.stretches():
-            heads, span = stretch.heads, stretch.span
+            heads, span, part = stretch.heads, stretch.span, problem.part(stretch)
             results = tuple(x[heads, :, span] for x in folded)
-            leaving = after[heads].clone() if stretch.closes else torch.zeros_like(after[heads])
-            backward = _causal_backward if causal else _full_backward
-            entering = backward(problem.part(stretch), results, leaving, outs.part(heads, span))
+            grad = after[heads].mT.clone(memory_format=torch.contiguous_format)
+            grad = grad if stretch.closes else grad.zero_()
+            if causal:
+                _causal_backward(part, kept_of(part, room, heads), results, grad, outs.part(heads, span))
+            else:
+                _full_backward(part, results, grad, outs.part(heads, span))
             if stretch.opens:
-                grad_before.flatten(0, 1)[heads] = entering
+                grad_before.flatten(0, 1)[heads] = grad.mT
     of_logs = [*rows.results(log_q, q_weight), *keys.results(log_k, k_weight)]
     return [*of_logs, *([] if grad_offset is None else [grad_offset]), grad_v, grad_before]
 
@@ -203,27 +226,27 @@ def _backward_op(
 @linear_attention_op.register_fake
 def _(log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, *others):
     o, inverse, log_total = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1, 1))
-    return o, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape), log_total
+    causal, chunk_size, keep = others[-3:]
+    room = kept_room(sums, v, chunk_size, keep=keep and causal)
+    return o, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape), log_total, room
 
 
 @_backward_op.register_fake
-def _(grad_o, grad_sums, grad_log_total, o, inverse, weigh, *arguments):
+def _(grad_o, grad_sums, grad_log_total, o, inverse, kept, weigh, *arguments):
     return [x.new_empty(x.shape) for x in arguments[:7] if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.square, ctx.constant, ctx.causal, ctx.size = inputs
-    ctx.save_for_backward(output[0], output[1], *tensors)
+    *tensors, ctx.square, ctx.constant, ctx.causal, ctx.size, _ = inputs
+    ctx.save_for_backward(output[0], output[1], output[5], *tensors)
 
 
-def _differentiate(ctx, grad_o, grad_inverse, grad_sums, grad_scale, grad_log_total):
-    o, inverse, *arguments = ctx.saved_tensors
+def _differentiate(ctx, grad_o, grad_inverse, grad_sums, grad_scale, grad_log_total, grad_kept):
+    o, inverse, kept, *arguments = ctx.saved_tensors
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    grads = _backward_op(
-        grad_o, grad_sums, grad_log_total, o, inverse, weigh, *arguments, ctx.square, ctx.constant, ctx.causal, ctx.size
-    )
-    grads = iter(grads)
-    return *(None if x is None else next(grads) for x in arguments[:7]), *[None] * 8
+    others = (*arguments, ctx.square, ctx.constant, ctx.causal, ctx.size)
+    grads = iter(_backward_op(grad_o, grad_sums, grad_log_total, o, inverse, kept, weigh, *others))
+    return *(None if x is None else next(grads) for x in arguments[:7]), *[None] * 9
 
 
 linear_attention_op.register_autograd(_differentiate, setup_context=_save)

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mercer.ops.checks import (
+    any_grad,
     check_heads,
     check_mask,
     check_segments,
@@ -152,9 +153,10 @@ def linear_kernel_solve(
             scales = factor, offset if of_rows is None else offset + factor * of_rows
     documents = document_ids(mask, segments, past.segment)
     refuse_tangents(*logs, right, ridge_, past.sums, *scales)
-    u, _, sums, c = linear_kernel_solve_op(
-        *logs, *scales, right, ridge_, past.sums, past.c, mask, documents, past.segment, chunk_size
-    )
+    u, _, sums, c, _ = linear_kernel_solve_op(
+        *logs, *scales, right, ridge_, past.sums, past.c, mask, documents, past.segment, chunk_size,
+        any_grad(*logs, *scales, right, ridge_, past.sums),
+    )  # fmt: skip
     state = LinearSolveState(sums=sums, c=c, segment=segment_after(documents, past))
     return u.to(rhs.dtype), state
 

@@ -14,44 +14,53 @@ from mercer.ops.checks import full_precision
 from mercer.ops.linear_chunks import Piece, plan
 from mercer.ops.linear_logs import LogGradients, Logs
 from mercer.ops.linear_pieces import (
+    Kept,
     Part,
     Problem,
+    Returned,
+    Weights,
     advance_,
+    entering_sums,
     far_sums,
-    lift_,
+    kept_of,
+    kept_room,
     pieces_backwards,
     row_gradients,
-    weight_gradients_,
+    weight_gradients,
     with_ones,
 )
 
 
-def _system_(near: Float[Tensor, "N n n"], inverse: Float[Tensor, "N n 1"], ridge: Float[Tensor, "N n"]) -> Tensor:
+def _system_(near: Float[Tensor, "*N h h"], inverse: Float[Tensor, "*N h 1"], ridge: Float[Tensor, "*N h"]) -> Tensor:
     """Turn, in place, weights into P + diag(ridge)."""
-    near.mul_(inverse).diagonal(dim1=1, dim2=2).add_(ridge)
+    near.mul_(inverse).diagonal(dim1=-2, dim2=-1).add_(ridge)
     return near
 
 
 def _solve_piece_(part: Part, piece: Piece, right: Tensor, ridge: Tensor, u: Tensor, inverse: Tensor) -> None:
-    """Write u and one over the weight of each row; carry the sums of `part` on in place."""
-    key_weights, row_weights, near = part.piece_weights(piece)
-    far = far_sums(row_weights, part.sums.mul_(piece.decay), piece)
-    total = near.sum(-1, keepdim=True).add_(far[..., -1:])
-    inverse.copy_(total.reciprocal().masked_fill_(total == 0, 0))
-    right = torch.addcmul(right, far[..., :-1], inverse, value=-1)
-    system = _system_(near, inverse, ridge)
-    # from the right and transposed: the layout that reaches BLAS without a copy, 1.6 times as fast
-    u.copy_(torch.linalg.solve_triangular(system.mT, right.mT, upper=True, left=False).mT)
-    advance_(part.sums, key_weights, with_ones(u), piece)
+    """Write u and one over the weight of each row, [N, b, h, _]; carry the sums of `part` on in place."""
+    weights, sums = part.weights(piece), part.sums.mul_(piece.decay)
+    of_near = weights.near.sum(-1, keepdim=True)
+    for block in range(piece.blocks):
+        far = far_sums(weights.rows[:, block], sums, piece.parts)
+        total = of_near[:, block].add_(far[..., -1:])
+        over = torch.reciprocal(total, out=inverse[:, block]).masked_fill_(total == 0, 0)
+        rest = torch.addcmul(right[:, block], far[..., :-1], over, value=-1)
+        system = _system_(weights.near[:, block], over, ridge[:, block])
+        # from the right and transposed: the layout that reaches BLAS without a copy, 1.6 times as fast
+        solved = torch.linalg.solve_triangular(system.mT, rest.mT, upper=True, left=False).mT
+        u[:, block] = solved
+        advance_(sums, weights.keys[:, block], with_ones(solved), piece)
 
 
-def _forward(part: Part, right: Tensor, ridge: Tensor, u: Tensor, inverse: Tensor) -> Tensor:
-    """Write u and inverse; carry the sums on in place and return their scale after the last token."""
+def _forward(part: Part, kept: Kept, *of_tokens: Float[Tensor, "N T ..."]) -> Tensor:
+    """Write u and inverse, after right-hand sides and ridge; carry the sums on in place and return their scale."""
     scale = part.scale
-    for chunk in plan(part.keys, scale, part.tokens, part.size):
+    for number, chunk in enumerate(plan(part.keys, scale, part.tokens, part.size)):
+        kept.put(number, part.sums, scale)
         for piece in chunk:
-            at, scale = piece.span, piece.scale
-            _solve_piece_(part, piece, right[:, at], ridge[:, at], u[:, at], inverse[:, at])
+            scale = piece.scale
+            _solve_piece_(part, piece, *(x[:, piece.span].unflatten(1, (piece.blocks, -1)) for x in of_tokens))
     return scale
 
 
@@ -59,15 +68,20 @@ def _forward(part: Part, right: Tensor, ridge: Tensor, u: Tensor, inverse: Tenso
 class _Solved:
     """What the backward pass is given for each token: the forward pass's results and the gradient that reaches u."""
 
-    ridge: Float[Tensor, "N T"]
-    u: Float[Tensor, "N T Dv"]
-    inverse: Float[Tensor, "N T 1"]
-    grad_u: Float[Tensor, "N T Dv"]
-    smooth: Float[Tensor, "N T Dv"]  # y = rhs - ridge u
+    ridge: Float[Tensor, "N ..."]
+    u: Float[Tensor, "N ... Dv"]
+    inverse: Float[Tensor, "N ... 1"]
+    grad_u: Float[Tensor, "N ... Dv"]
+    smooth: Float[Tensor, "N ... Dv"]  # y = rhs - ridge u
 
     def of_heads(self, at: slice) -> "_Solved":
         """Return the same for some of the folded heads."""
         return _Solved(self.ridge[at], self.u[at], self.inverse[at], self.grad_u[at], self.smooth[at])
+
+    def of_piece(self, piece: Piece) -> "_Solved":
+        """Return the same for the blocks of a piece."""
+        of_tokens = (self.ridge, self.u, self.inverse, self.grad_u, self.smooth)
+        return _Solved(*(x[:, piece.span].unflatten(1, (piece.blocks, -1)) for x in of_tokens))
 
 
 @dataclass(frozen=True)
@@ -88,26 +102,41 @@ class _Gradients:
         return _Gradients(self.rhs[at], self.ridge[at], self.rows.part(at, slice(None)), cols, factor, offset)
 
 
-def _backward(part: Part, solved: _Solved, grad_sums: Tensor, outs: _Gradients) -> Tensor:
-    """Write the gradients of right-hand sides, ridge, rows and columns; return that of the sums that entered."""
-    for piece, before in pieces_backwards(part):
+def _adjoint_(weights: Weights, solved: _Solved, returned: Returned) -> tuple[Tensor, Tensor]:
+    """Return the solution g of the transposed system, and the gradient of the undivided sums of rows; block by block.
+
+    The gradients of the sums are carried back in `returned`; the weights inside blocks are used up.
+    """
+    g, closing = torch.empty_like(solved.grad_u), returned.closing(weights.keys)
+    grad = g.new_empty(*g.shape[:3], g.shape[3] + 1)
+    for block in reversed(range(g.shape[1])):
+        u, smooth, inverse = solved.grad_u[:, block], solved.smooth[:, block], solved.inverse[:, block]
+        reaching = torch.baddbmm(u, closing[:, block], returned.leaving[:, block, :-1].mT)
+        system = _system_(weights.near[:, block], inverse, solved.ridge[:, block])
+        g[:, block] = torch.linalg.solve_triangular(system, reaching.mT, upper=False, left=False).mT
+        grad[:, block] = row_gradients(-g[:, block], smooth, inverse)
+        returned.through(block, weights.rows[:, block], grad[:, block])
+    return g, grad
+
+
+def _backward(part: Part, kept: Kept, solved: _Solved, grad_sums: Float[Tensor, "N W m"], outs: _Gradients) -> None:
+    """Write the gradients of right-hand sides, ridge, rows and columns; turn the sums' into that of those entering."""
+    for piece, before in pieces_backwards(part, kept):
         at, piece = piece.span, part.with_logs(piece)
-        weights = part.piece_weights(piece)
-        closing, inverse = lift_(grad_sums, weights[0], piece), solved.inverse[:, at]
-        reaching = torch.bmm(closing, grad_sums)[..., :-1].add_(solved.grad_u[:, at])
-        system = _system_(weights[2], inverse, solved.ridge[:, at])
-        g = torch.linalg.solve_triangular(system, reaching.mT, upper=False, left=False).mT
-        outs.rhs[:, at] = g
-        outs.ridge[:, at] = -(g * solved.u[:, at]).sum(-1)
-        grad = row_gradients(-g[:, None], solved.smooth[:, None, at], inverse[:, None])
-        grad_row, grad_col = weight_gradients_(part, piece, weights, part.values_at(at), before, grad, grad_sums)
+        weights, of_piece = part.weights(piece), solved.of_piece(piece)
+        values = part.values_at(at, piece.blocks)
+        entering = entering_sums(weights, values, before, piece)
+        returned = Returned.into(piece, grad_sums)
+        g, grad = _adjoint_(weights, of_piece, returned)
+        outs.rhs[:, at] = g.flatten(1, 2)
+        outs.ridge[:, at] = -(g * of_piece.u).sum(-1).flatten(1, 2)
+        grad_row, grad_col = weight_gradients(weights, values, grad, entering, returned)
         grad_col = _of_product(part.keys, piece, grad_col, outs)
         if outs.cols is not None and part.rows is not None:
-            outs.rows.put(part.rows, at, grad_row)
+            outs.rows.put(part.rows, at, grad_row, piece.blocks)
             outs.cols.put(part.keys, at, grad_col)
         else:
             outs.rows.put(part.keys, at, grad_row.add_(grad_col))
-    return grad_sums
 
 
 def _of_product(keys: Logs, piece: Piece, grad: Tensor, outs: _Gradients) -> Float[Tensor, "N n m"]:
@@ -139,37 +168,42 @@ def _problem(rows, rows_weight, cols, cols_weight, factor, offset, rhs, sums, sc
 
 
 @torch.library.custom_op(
-    "mercer::linear_kernel_solve", mutates_args=(), schema=f"({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    "mercer::linear_kernel_solve",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_kernel_solve_op(
     log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs, ridge, sums, scale, mask, documents, last,
-    chunk_size,
+    chunk_size, keep,
 ):  # fmt: skip
-    """Return u, one over the weight of each row, and the sums and their scale after the last token.
+    """Return u, one over the weight of each row, the sums and their scale after the last token, and `Kept`.
 
     With a weight, log features are log_rows rows_weight'. `log_cols` None: those of the rows, or with factor and
-    offset, those of factor log_rows + offset.
+    offset, those of factor log_rows + offset. `keep` is that of linear attention.
     """
     u, inverse = sums.new_empty(rhs.shape), sums.new_empty(*rhs.shape[:3], 1)
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
+    room = kept_room(sums, rhs, chunk_size, keep=keep)
     with full_precision(rhs.device):
         logs = (log_rows, rows_weight, log_cols, cols_weight, factor, offset)
         problem = _problem(*logs, rhs, new_sums, scale, mask, documents, last, chunk_size)
-        right, ridges, us, inverses, scales = (x.flatten(0, 1) for x in (rhs, ridge, u, inverse, new_scale))
+        scales, kept, *of_tokens = (x.flatten(0, 1) for x in (new_scale, room, rhs, ridge, u, inverse))
         for stretch in problem.stretches():
             at, part = stretch.heads, problem.part(stretch)
-            scales[at] = _forward(part, right[at], ridges[at], us[at], inverses[at])
-    return u, inverse, new_sums, new_scale
+            scales[at] = _forward(part, Kept(kept[at]), *(x[at] for x in of_tokens))
+            problem.sums[at] = part.sums.mT
+    return u, inverse, new_sums, new_scale, room
 
 
 @torch.library.custom_op(
     "mercer::linear_kernel_solve_backward",
     mutates_args=(),
-    schema=f"(Tensor grad_u, Tensor grad_sums, Tensor u, Tensor inverse, bool[] weigh, {_ARGUMENTS}) -> Tensor[]",
+    schema="(Tensor grad_u, Tensor grad_sums, Tensor u, Tensor inverse, Tensor kept, bool[] weigh, "
+    f"{_ARGUMENTS}) -> Tensor[]",
 )
 def _backward_op(
-    grad_u, grad_sums, u, inverse, weigh, log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs, ridge,
-    sums, scale, mask, documents, last, chunk_size,
+    grad_u, grad_sums, u, inverse, room, weigh, log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs,
+    ridge, sums, scale, mask, documents, last, chunk_size,
 ):  # fmt: skip
     """Return the gradients of the arguments up to sums that are given; zeros for weights that do not `weigh`."""
     right, ridges, entering = (x.new_empty(x.shape) for x in (rhs, ridge, sums))
@@ -186,10 +220,10 @@ def _backward_op(
         scales = [None if x is None else x.new_empty(count, x.shape[2], 1) for x in (factor, offset)]
         outs = _Gradients(right.flatten(0, 1), ridges.flatten(0, 1), rows, cols, *scales)
         for stretch in problem.stretches():
-            at = stretch.heads
-            leaving = grad_sums.flatten(0, 1)[at].clone()
-            of_part = (problem.part(stretch), solved.of_heads(at), leaving, outs.of_heads(at))
-            entering.flatten(0, 1)[at] = _backward(*of_part)
+            at, part = stretch.heads, problem.part(stretch)
+            grad = grad_sums.flatten(0, 1)[at].mT.clone(memory_format=torch.contiguous_format)
+            _backward(part, kept_of(part, room, at), solved.of_heads(at), grad, outs.of_heads(at))
+            entering.flatten(0, 1)[at] = grad.mT
     of_cols = [] if cols is None or log_cols is None else cols.results(log_cols, cols_weight)
     scales = [x.view_as(like) for x, like in zip(scales, (factor, offset), strict=True) if x is not None]
     return [*rows.results(log_rows, rows_weight), *of_cols, *scales, right, ridges, entering]
@@ -198,24 +232,25 @@ def _backward_op(
 @linear_kernel_solve_op.register_fake
 def _(log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs, ridge, sums, scale, *others):
     u, inverse = sums.new_empty(rhs.shape), sums.new_empty(*rhs.shape[:3], 1)
-    return u, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape)
+    room = kept_room(sums, rhs, others[-2], keep=others[-1])
+    return u, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape), room
 
 
 @_backward_op.register_fake
-def _(grad_u, grad_sums, u, inverse, weigh, *arguments):
+def _(grad_u, grad_sums, u, inverse, kept, weigh, *arguments):
     return [x.new_empty(x.shape) for x in arguments[:9] if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.size = inputs
-    ctx.save_for_backward(output[0], output[1], *tensors)
+    *tensors, ctx.size, _ = inputs
+    ctx.save_for_backward(output[0], output[1], output[4], *tensors)
 
 
-def _differentiate(ctx, grad_u, grad_inverse, grad_sums, grad_scale):
-    u, inverse, *arguments = ctx.saved_tensors
+def _differentiate(ctx, grad_u, grad_inverse, grad_sums, grad_scale, grad_kept):
+    u, inverse, kept, *arguments = ctx.saved_tensors
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    grads = iter(_backward_op(grad_u, grad_sums, u, inverse, weigh, *arguments, ctx.size))
-    return *(None if x is None else next(grads) for x in arguments[:9]), *[None] * 5
+    grads = iter(_backward_op(grad_u, grad_sums, u, inverse, kept, weigh, *arguments, ctx.size))
+    return *(None if x is None else next(grads) for x in arguments[:9]), *[None] * 6
 
 
 linear_kernel_solve_op.register_autograd(_differentiate, setup_context=_save)

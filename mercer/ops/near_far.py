@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mercer.ops.checks import compute_dtype, full_precision, refuse_tangents, zero_padding
+from mercer.ops.checks import any_grad, compute_dtype, full_precision, refuse_tangents, zero_padding
 from mercer.ops.linear import LinearState, log_arguments
 from mercer.ops.linear_chunks import FLOOR, document_ids
 from mercer.ops.linear_definition import Sums
@@ -141,9 +141,10 @@ def _far(
     documents = None if run is None or rows is None else document_ids(rows, run, entering)
     *logs, square, constant = log_arguments(log_q, log_k, v, past_sums, rows)
     refuse_tangents(*logs, v)
-    o, _, sums, c, log_total = linear_attention_op(
-        *logs, v, past_sums.sums, past_sums.c, rows, documents, entering, square, constant, True, chunk_size
-    )
+    o, _, sums, c, log_total, _ = linear_attention_op(
+        *logs, v, past_sums.sums, past_sums.c, rows, documents, entering, square, constant, True, chunk_size,
+        any_grad(*logs, v, past_sums.sums),
+    )  # fmt: skip
     row_offset = offset_of(log_q, log_total.dtype)  # which the operator left out
     if row_offset is not None:
         log_total = log_total + row_offset[..., None]

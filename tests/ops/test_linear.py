@@ -70,6 +70,27 @@ def test_the_chunk_size_changes_nothing(chunk_size):
     assert_fast_is_naive(draw(131, batch=1, heads=2, kv_heads=1), chunk_size=chunk_size)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_chunks_of_several_blocks(packed, padded, whole_blocks):
+    length = 4 * whole_blocks + 9
+    mask = torch.rand(1, length) > 0.2 if padded else None
+    segments = (torch.arange(length) >= 2 * whole_blocks + 5).long()[None] if packed else None
+    state = draw_state(batch=1, kv_heads=1)
+    inputs = draw(length, batch=1, heads=2, kv_heads=1)
+    assert_fast_is_naive(inputs, chunk_size=2 * whole_blocks, mask=mask, segments=segments, state=state)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_are_the_same_if_nothing_was_kept_for_them(causal, monkeypatch):
+    inputs, options = draw(), {"state": draw_state(), "causal": causal, "mask": torch.stack([MASKS["left"]] * 2)}
+    kept = value_and_gradients(linear_attention, inputs, chunk_size=CHUNK, **options)
+    monkeypatch.setattr("mercer.ops.linear.any_grad", lambda *tensors: False)
+    again = value_and_gradients(linear_attention, inputs, chunk_size=CHUNK, **options)
+    for expected, got in zip(kept, again, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("segments", [None, *SEGMENTS])
 @pytest.mark.parametrize("causal", [True, False])
@@ -338,7 +359,8 @@ def test_the_operator_is_registered_rightly():
         dense, factors = (inputs[0], None, inputs[1], None, None), (x_q, weights[0], x_k, weights[1], offset)
         for logs, floats in ((dense, (0.0, 0.0)), (factors, (-0.5, 0.3))):
             arguments = (*logs, inputs[2], state.sums, state.c, *masks, state.segment, *floats, True, 4)
-            torch.library.opcheck(linear_attention_op, arguments)
+            for keep in (False, True):
+                torch.library.opcheck(linear_attention_op, (*arguments, keep))
 
 
 def refuse(text, log_q, log_k, v, **change):

@@ -66,6 +66,25 @@ def test_the_chunk_size_changes_nothing(chunk_size):
     assert_fast_is_naive(draw(131, batch=1, heads=2, col_heads=1), chunk_size=chunk_size)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_chunks_of_several_blocks(packed, padded, whole_blocks):
+    length = 4 * whole_blocks + 9
+    mask = torch.rand(1, length) > 0.2 if padded else None
+    segments = (torch.arange(length) >= 2 * whole_blocks + 5).long()[None] if packed else None
+    state, inputs = draw_state(batch=1, heads=2), draw(length, batch=1, heads=2, col_heads=1)
+    assert_fast_is_naive(inputs, chunk_size=2 * whole_blocks, tolerance=1e-8, mask=mask, segments=segments, state=state)
+
+
+def test_gradients_are_the_same_if_nothing_was_kept_for_them(monkeypatch):
+    inputs, options = draw(), {"state": draw_state(), "mask": torch.stack([MASKS["left"]] * 2)}
+    kept = value_and_gradients(linear_kernel_solve, inputs, chunk_size=CHUNK, **options)
+    monkeypatch.setattr("mercer.ops.linear_solve.any_grad", lambda *tensors: False)
+    again = value_and_gradients(linear_kernel_solve, inputs, chunk_size=CHUNK, **options)
+    for expected, got in zip(kept, again, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("segments", [None, *SEGMENTS])
 def test_masks_and_segments(mask, segments):
@@ -330,8 +349,9 @@ def test_the_operator_is_registered_rightly():
         logs = [(*dense[0], None, None), (*dense[1], None, None), (*dense[1], *scales)]
         logs += [(x, weight, x, weight, None, scales[0]), (x, weight, None, None, *scales)]
         for given in logs:
-            arguments = (*given, *rest, state.sums, state.c, *masks, state.segment, 4)
-            torch.library.opcheck(linear_kernel_solve_op, arguments)
+            for keep in (False, True):
+                arguments = (*given, *rest, state.sums, state.c, *masks, state.segment, 4, keep)
+                torch.library.opcheck(linear_kernel_solve_op, arguments)
 
 
 def test_wrong_use_is_refused_in_words():
