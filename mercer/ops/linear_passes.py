@@ -7,24 +7,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mercer.ops.checks import full_precision
-from mercer.ops.linear_chunks import FLOOR, plan
-from mercer.ops.linear_logs import LogGradients, Logs, exp_, fold, in_blocks
-from mercer.ops.linear_pieces import (
+from mercer.ops.linear_carry import (
     Kept,
-    Part,
-    Problem,
     Returned,
-    add_matmul_,
     advance_,
     entering_sums,
     far_sums,
     kept_of,
     kept_room,
-    matmul,
     pieces_backwards,
     row_gradients,
     weight_gradients,
 )
+from mercer.ops.linear_chunks import FLOOR, plan
+from mercer.ops.linear_logs import LogGradients, Logs, exp_, fold, in_blocks
+from mercer.ops.linear_pieces import Part, Problem, add_matmul_, matmul
 
 
 def _write(out: Float[Tensor, "N b Gh W"], *rows: Float[Tensor, "N G n _"]) -> None:

@@ -11,14 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mercer.ops.checks import full_precision
-from mercer.ops.linear_chunks import Piece, plan
-from mercer.ops.linear_logs import LogGradients, Logs
-from mercer.ops.linear_pieces import (
+from mercer.ops.linear_carry import (
     Kept,
-    Part,
-    Problem,
     Returned,
-    Weights,
     advance_,
     entering_sums,
     far_sums,
@@ -27,8 +22,10 @@ from mercer.ops.linear_pieces import (
     pieces_backwards,
     row_gradients,
     weight_gradients,
-    with_ones,
 )
+from mercer.ops.linear_chunks import Piece, plan
+from mercer.ops.linear_logs import LogGradients, Logs
+from mercer.ops.linear_pieces import Part, Problem, Weights, with_ones
 
 
 def _system_(near: Float[Tensor, "*N h h"], inverse: Float[Tensor, "*N h 1"], ridge: Float[Tensor, "*N h"]) -> Tensor:
