@@ -42,9 +42,9 @@ def entering_sums(
     weights: Weights, values: Float[Tensor, "N b h W"], before: Float[Tensor, "N W m"], piece: Piece
 ) -> Float[Tensor, "N b W m"]:
     """Return the sums that enter each block of a piece, at its shift, given those that enter the piece."""
-    entering = before.new_empty(len(before), piece.blocks, *before.shape[1:])
+    entering = before.new_empty(len(before), values.shape[1], *before.shape[1:])
     torch.mul(before, piece.decay, out=entering[:, 0])
-    for block in range(piece.blocks - 1):
+    for block in range(values.shape[1] - 1):
         keys, value = weights.keys[:, block], values[:, block]
         torch.baddbmm(entering[:, block], value.mT, keys, out=entering[:, block + 1])
     return entering
@@ -65,9 +65,9 @@ class Returned:
     piece: Piece
 
     @classmethod
-    def into(cls, piece: Piece, grad_sums: Float[Tensor, "N W m"]) -> "Returned":
+    def into(cls, piece: Piece, blocks: int, grad_sums: Float[Tensor, "N W m"]) -> "Returned":
         """Bring the gradient to the last block."""
-        leaving = grad_sums.new_empty(len(grad_sums), piece.blocks, *grad_sums.shape[1:])
+        leaving = grad_sums.new_empty(len(grad_sums), blocks, *grad_sums.shape[1:])
         if piece.parts is None:
             leaving[:, -1] = grad_sums
         else:

@@ -19,17 +19,11 @@ from mercer.ops.linear_logs import Logs, exp_
 FLOOR = -1e30  # the log scale of "no key yet": finite, so that FLOOR - FLOOR is 0 and never NaN
 CACHE_BYTES = 1 << 21  # query and key features of one chunk of the heads worked together: a second-level cache
 CPU_CHUNK = 128  # tokens that share one shift on a CPU
-CPU_BLOCK = 64  # longer blocks only add work above the diagonal; of 32 the matrices are too small
 
 
 def chunk_length(device: torch.device, chunk_size: int) -> int:
     """Return how many tokens to work together when at most `chunk_size` are allowed."""
     return min(chunk_size, CPU_CHUNK) if device.type == "cpu" else chunk_size
-
-
-def blocks_of(length: int, device: torch.device) -> int:
-    """Return into how many blocks to divide a piece in which no document begins."""
-    return 1 if device.type != "cpu" or length % CPU_BLOCK else max(1, length // CPU_BLOCK)
 
 
 def heads_at_once(device: torch.device, heads: int, row_bytes: int) -> int:
@@ -175,7 +169,6 @@ class Piece:
         shift: log scale of the features inside.
         scale: log scale of the sums that leave.
         parts: how documents divide it; None where none begins inside, in any row of the batch.
-        blocks: equal parts of it, inside which weights are formed; between them sums are carried.
         logs: its keys' log features, in units of `Logs`, where they are at hand; to be used once, and used up.
         product: what they are made of, likewise, where rows are made of it too.
     """
@@ -186,7 +179,6 @@ class Piece:
     shift: Float[Tensor, "N m"]
     scale: Float[Tensor, "N m"]
     parts: Documents | None
-    blocks: int = 1
     logs: Float[Tensor, "N n m"] | None = None
     product: Float[Tensor, "N n m"] | None = None
 
@@ -228,8 +220,7 @@ def _measure(log_k: Logs, tokens: Tokens, start: int, stop: int, scale: Float[Te
     if parts is not None:
         out = keys.masked_fill(~parts.closing, -math.inf).amax(1) * log_k.unit
         out = torch.maximum(torch.where(parts.through[..., 0], scale, FLOOR), out)
-    blocks = blocks_of(stop - start, scale.device) if parts is None else 1
-    piece = Piece(start, stop, scale, shift, out, parts, blocks, keys, product if log_k.tied else None)
+    piece = Piece(start, stop, scale, shift, out, parts, keys, product if log_k.tied else None)
     return piece, (shift - lowest).amax()
 
 

@@ -23,6 +23,8 @@ from mercer.ops.linear_chunks import FLOOR, plan
 from mercer.ops.linear_logs import LogGradients, Logs, exp_, fold, in_blocks
 from mercer.ops.linear_pieces import Part, Problem, add_matmul_, matmul
 
+BLOCK = 64  # longer blocks only add work above the diagonal; of 32 the matrices are too small
+
 
 def _write(out: Float[Tensor, "N b Gh W"], *rows: Float[Tensor, "N G n _"]) -> None:
     """Divide the sums of rows by their last column into o and inverse; 0 where nothing was seen.
@@ -43,11 +45,11 @@ def _causal_forward(part: Part, kept: Kept, *rows: Float[Tensor, "N G T _"]) -> 
     for number, chunk in enumerate(plan(part.keys, scale, part.tokens, part.size)):
         kept.put(number, part.sums, scale)
         for piece in chunk:
-            at, scale, values = piece.span, piece.scale, part.values_at(piece.span, piece.blocks)
+            at, scale, values = piece.span, piece.scale, part.values_at(piece.span, part.blocks(piece))
             weights = part.weights(piece, rows[2][:, :, at])
             out = matmul(weights.near, values)
             part.sums.mul_(piece.decay)
-            for block in range(piece.blocks):
+            for block in range(values.shape[1]):
                 out[:, block] += far_sums(weights.rows[:, block], part.sums, piece.parts)
                 advance_(part.sums, weights.keys[:, block], values[:, block], piece)
             _write(out, *(x[:, :, at] for x in rows))
@@ -63,16 +65,17 @@ def _causal_backward(
     """
     assert part.rows is not None
     for piece, before in pieces_backwards(part, kept):
-        at, weights, values = piece.span, part.weights(piece), part.values_at(piece.span, piece.blocks)
-        grad = row_gradients(*(in_blocks(x[:, :, at], piece.blocks) for x in results)).flatten(2, 3)
+        at, blocks, weights = piece.span, part.blocks(piece), part.weights(piece)
+        values = part.values_at(at, blocks)
+        grad = row_gradients(*(in_blocks(x[:, :, at], blocks) for x in results)).flatten(2, 3)
         entering = entering_sums(weights, values, before, piece)
-        returned = Returned.into(piece, grad_sums)
-        for block in reversed(range(piece.blocks)):
+        returned = Returned.into(piece, blocks, grad_sums)
+        for block in reversed(range(blocks)):
             returned.through(block, weights.rows[:, block], grad[:, block])
         grad_values = matmul(returned.closing(weights.keys), returned.leaving[:, :, :-1].mT)
         outs.values[:, at] = add_matmul_(grad_values, weights.near.mT, grad[..., :-1]).flatten(1, 2)
         grad_rows, grad_keys = weight_gradients(weights, values, grad, entering, returned)
-        outs.rows.put(part.rows, at, grad_rows, piece.blocks)
+        outs.rows.put(part.rows, at, grad_rows, blocks)
         outs.put_keys(part.keys, at, grad_keys)
 
 
@@ -148,7 +151,7 @@ def _problem(
     count = v.shape[0] * v.shape[1]
     rows, keys = Logs.of(log_q, q_weight, count), Logs.of(log_k, k_weight, count, offset=k_offset)
     keys = replace(keys, square=square, constant=constant)
-    return Problem.of(rows, keys, v, sums, scale, mask, documents, last, causal, size)
+    return Problem.of(rows, keys, v, sums, scale, mask, documents, last, causal, size, BLOCK)
 
 
 @torch.library.custom_op(

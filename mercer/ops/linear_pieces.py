@@ -49,6 +49,7 @@ class Part:
     scale: Float[Tensor, "N m"]
     tokens: Tokens
     size: int
+    block: int
 
     @property
     def groups(self) -> int:
@@ -59,6 +60,12 @@ class Part:
     def num_rows(self) -> int:
         """Tokens that have rows."""
         return self.keys.length if self.rows is None else self.rows.length
+
+    def blocks(self, piece: Piece) -> int:
+        """Return into how many blocks a piece is divided: one on an accelerator, and where documents begin inside."""
+        length = piece.stop - piece.start
+        whole = piece.parts is not None or self.sums.device.type != "cpu" or length % self.block
+        return 1 if whole else length // self.block
 
     def spans(self, length: int) -> Iterator[slice]:
         """Cut a number of tokens into chunks."""
@@ -125,7 +132,7 @@ class Part:
 
     def weights(self, piece: Piece, peak: Tensor | None = None) -> Weights:
         """Return all weights of a piece; those between rows and keys look back."""
-        piece, blocks = self.with_logs(piece), piece.blocks
+        piece, blocks = self.with_logs(piece), self.blocks(piece)
         rows = self.row_weights(piece.span, piece.shift, peak, piece.product, blocks)
         keys = self.key_weights(piece.span, piece.shift, piece.logs, blocks)
         return Weights(keys, rows, look_back_(matmul(rows, keys.mT), self.groups, piece.parts))
@@ -155,15 +162,18 @@ class Problem:
     batch: int
     causal: bool
     size: int
+    block: int
 
     @classmethod
-    def of(cls, rows: Logs | None, keys: Logs, v, sums, scale, mask, documents, last, causal, chunk_size) -> "Problem":
+    def of(
+        cls, rows: Logs | None, keys: Logs, v, sums, scale, mask, documents, last, causal, chunk_size, block
+    ) -> "Problem":
         """Fold the heads of the rest."""
         occupied = (scale > FLOOR).flatten(1).any(1)
         tokens = tokens_of(mask, documents, last, occupied, v.shape[1])
         values, sums, scale = (x.flatten(0, 1) for x in (v, sums, scale))
         size = chunk_length(v.device, chunk_size)
-        return cls(rows, keys, values, sums, scale, tokens, last.shape[0], causal, size)
+        return cls(rows, keys, values, sums, scale, tokens, last.shape[0], causal, size, block)
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield a few heads at a time, so that a chunk of them stays in the cache; without causality, each document."""
@@ -194,7 +204,7 @@ class Problem:
         sums, scale = self.sums[heads].mT.contiguous(), self.scale[heads]
         if not stretch.opens:
             sums, scale = torch.zeros_like(sums), torch.full_like(scale, FLOOR)
-        return Part(rows, keys, self.values[heads, span], sums, scale, tokens, self.size)
+        return Part(rows, keys, self.values[heads, span], sums, scale, tokens, self.size, self.block)
 
 
 def with_ones(values: Float[Tensor, "N n Dv"]) -> Float[Tensor, "N n W"]:

@@ -17,35 +17,48 @@ from mercer.ops.linear_carry import (
     advance_,
     entering_sums,
     far_sums,
+    keep_rows_,
     kept_of,
     kept_room,
     pieces_backwards,
     row_gradients,
     weight_gradients,
 )
-from mercer.ops.linear_chunks import Piece, plan
+from mercer.ops.linear_chunks import Documents, Piece, plan
 from mercer.ops.linear_logs import LogGradients, Logs
 from mercer.ops.linear_pieces import Part, Problem, Weights, with_ones
 
+BLOCK = 32  # inside a block the system is solved token by token, which costs more than the products between blocks
 
-def _system_(near: Float[Tensor, "*N h h"], inverse: Float[Tensor, "*N h 1"], ridge: Float[Tensor, "*N h"]) -> Tensor:
-    """Turn, in place, weights into P + diag(ridge)."""
-    near.mul_(inverse).diagonal(dim1=-2, dim2=-1).add_(ridge)
+
+def _systems_(
+    near: Float[Tensor, "N b h h"], inverse: Float[Tensor, "N b h 1"], ridge: Float[Tensor, "N b h"]
+) -> Float[Tensor, "N b h h"]:
+    """Turn, in place, the weights inside blocks into P + diag(ridge)."""
+    near.mul_(inverse).diagonal(dim1=2, dim2=3).add_(ridge)
     return near
+
+
+def _totals(weights: Weights, z: Float[Tensor, "N m"], parts: Documents | None) -> Float[Tensor, "N b h 1"]:
+    """Return the weight of all keys that each row sees, given the sum z that enters the piece."""
+    before = torch.cat([z[:, None], weights.keys[:, :-1].sum(2)], 1).cumsum(1)
+    far = (weights.rows * before[:, :, None]).sum(-1, keepdim=True)
+    far = far if parts is None else keep_rows_(far, parts.opening)
+    return far.add_(weights.near.sum(-1, keepdim=True))
 
 
 def _solve_piece_(part: Part, piece: Piece, right: Tensor, ridge: Tensor, u: Tensor, inverse: Tensor) -> None:
     """Write u and one over the weight of each row, [N, b, h, _]; carry the sums of `part` on in place."""
     weights, sums = part.weights(piece), part.sums.mul_(piece.decay)
-    of_near = weights.near.sum(-1, keepdim=True)
-    for block in range(piece.blocks):
-        far = far_sums(weights.rows[:, block], sums, piece.parts)
-        total = of_near[:, block].add_(far[..., -1:])
-        over = torch.reciprocal(total, out=inverse[:, block]).masked_fill_(total == 0, 0)
-        rest = torch.addcmul(right[:, block], far[..., :-1], over, value=-1)
-        system = _system_(weights.near[:, block], over, ridge[:, block])
+    total = _totals(weights, sums[:, -1], piece.parts)
+    over = total.reciprocal().masked_fill_(total == 0, 0)
+    inverse.copy_(over)
+    systems = _systems_(weights.near, over, ridge)
+    for block in range(u.shape[1]):
+        far = far_sums(weights.rows[:, block], sums[:, :-1], piece.parts)
+        rest = torch.addcmul(right[:, block], far, over[:, block], value=-1)
         # from the right and transposed: the layout that reaches BLAS without a copy, 1.6 times as fast
-        solved = torch.linalg.solve_triangular(system.mT, rest.mT, upper=True, left=False).mT
+        solved = torch.linalg.solve_triangular(systems[:, block].mT, rest.mT, upper=True, left=False).mT
         u[:, block] = solved
         advance_(sums, weights.keys[:, block], with_ones(solved), piece)
 
@@ -57,7 +70,7 @@ def _forward(part: Part, kept: Kept, *of_tokens: Float[Tensor, "N T ..."]) -> Te
         kept.put(number, part.sums, scale)
         for piece in chunk:
             scale = piece.scale
-            _solve_piece_(part, piece, *(x[:, piece.span].unflatten(1, (piece.blocks, -1)) for x in of_tokens))
+            _solve_piece_(part, piece, *(x[:, piece.span].unflatten(1, (part.blocks(piece), -1)) for x in of_tokens))
     return scale
 
 
@@ -75,10 +88,10 @@ class _Solved:
         """Return the same for some of the folded heads."""
         return _Solved(self.ridge[at], self.u[at], self.inverse[at], self.grad_u[at], self.smooth[at])
 
-    def of_piece(self, piece: Piece) -> "_Solved":
+    def of_piece(self, at: slice, blocks: int) -> "_Solved":
         """Return the same for the blocks of a piece."""
         of_tokens = (self.ridge, self.u, self.inverse, self.grad_u, self.smooth)
-        return _Solved(*(x[:, piece.span].unflatten(1, (piece.blocks, -1)) for x in of_tokens))
+        return _Solved(*(x[:, at].unflatten(1, (blocks, -1)) for x in of_tokens))
 
 
 @dataclass(frozen=True)
@@ -105,12 +118,12 @@ def _adjoint_(weights: Weights, solved: _Solved, returned: Returned) -> tuple[Te
     The gradients of the sums are carried back in `returned`; the weights inside blocks are used up.
     """
     g, closing = torch.empty_like(solved.grad_u), returned.closing(weights.keys)
+    systems = _systems_(weights.near, solved.inverse, solved.ridge)
     grad = g.new_empty(*g.shape[:3], g.shape[3] + 1)
     for block in reversed(range(g.shape[1])):
         u, smooth, inverse = solved.grad_u[:, block], solved.smooth[:, block], solved.inverse[:, block]
         reaching = torch.baddbmm(u, closing[:, block], returned.leaving[:, block, :-1].mT)
-        system = _system_(weights.near[:, block], inverse, solved.ridge[:, block])
-        g[:, block] = torch.linalg.solve_triangular(system, reaching.mT, upper=False, left=False).mT
+        g[:, block] = torch.linalg.solve_triangular(systems[:, block], reaching.mT, upper=False, left=False).mT
         grad[:, block] = row_gradients(-g[:, block], smooth, inverse)
         returned.through(block, weights.rows[:, block], grad[:, block])
     return g, grad
@@ -120,17 +133,17 @@ def _backward(part: Part, kept: Kept, solved: _Solved, grad_sums: Float[Tensor, 
     """Write the gradients of right-hand sides, ridge, rows and columns; turn the sums' into that of those entering."""
     for piece, before in pieces_backwards(part, kept):
         at, piece = piece.span, part.with_logs(piece)
-        weights, of_piece = part.weights(piece), solved.of_piece(piece)
-        values = part.values_at(at, piece.blocks)
+        weights, blocks = part.weights(piece), part.blocks(piece)
+        values, of_piece = part.values_at(at, blocks), solved.of_piece(at, blocks)
         entering = entering_sums(weights, values, before, piece)
-        returned = Returned.into(piece, grad_sums)
+        returned = Returned.into(piece, blocks, grad_sums)
         g, grad = _adjoint_(weights, of_piece, returned)
         outs.rhs[:, at] = g.flatten(1, 2)
         outs.ridge[:, at] = -(g * of_piece.u).sum(-1).flatten(1, 2)
         grad_row, grad_col = weight_gradients(weights, values, grad, entering, returned)
         grad_col = _of_product(part.keys, piece, grad_col, outs)
         if outs.cols is not None and part.rows is not None:
-            outs.rows.put(part.rows, at, grad_row, piece.blocks)
+            outs.rows.put(part.rows, at, grad_row, blocks)
             outs.cols.put(part.keys, at, grad_col)
         else:
             outs.rows.put(part.keys, at, grad_row.add_(grad_col))
@@ -161,7 +174,7 @@ def _problem(rows, rows_weight, cols, cols_weight, factor, offset, rhs, sums, sc
     rows_of = None if cols is None else Logs.of(rows, rows_weight, count)
     keys = (rows, rows_weight) if cols is None else (cols, cols_weight)
     keys = Logs.of(*keys, count, factor, offset, tied=cols is None)
-    return Problem.of(rows_of, keys, rhs, sums, scale, mask, documents, last, True, size)
+    return Problem.of(rows_of, keys, rhs, sums, scale, mask, documents, last, True, size, BLOCK)
 
 
 @torch.library.custom_op(

@@ -2,17 +2,19 @@
 
 import pytest
 
-from mercer.ops import linear_chunks
+from mercer.ops import linear_passes, linear_solve_passes
 
-BLOCK = linear_chunks.CPU_BLOCK
+BLOCKS = {module: module.BLOCK for module in (linear_passes, linear_solve_passes)}
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(linear_chunks, "CPU_BLOCK", 4)
+    for module in BLOCKS:
+        monkeypatch.setattr(module, "BLOCK", 4)
 
 
 @pytest.fixture
 def whole_blocks(monkeypatch):
-    monkeypatch.setattr(linear_chunks, "CPU_BLOCK", BLOCK)
-    return BLOCK
+    for module, block in BLOCKS.items():
+        monkeypatch.setattr(module, "BLOCK", block)
+    return max(BLOCKS.values())
