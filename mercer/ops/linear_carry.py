@@ -38,55 +38,28 @@ def advance_(
         sums.mul_(piece.parts.through).baddbmm_((values * piece.parts.closing).mT, keys).mul_(piece.lift)
 
 
-def entering_sums(
-    weights: Weights, values: Float[Tensor, "N b h W"], before: Float[Tensor, "N W m"], piece: Piece
-) -> Float[Tensor, "N b W m"]:
-    """Return the sums that enter each block of a piece, at its shift, given those that enter the piece."""
-    entering = before.new_empty(len(before), values.shape[1], *before.shape[1:])
-    torch.mul(before, piece.decay, out=entering[:, 0])
-    for block in range(values.shape[1] - 1):
-        keys, value = weights.keys[:, block], values[:, block]
-        torch.baddbmm(entering[:, block], value.mT, keys, out=entering[:, block + 1])
-    return entering
+def closing(x: Float[Tensor, "N h d"], parts: Documents | None) -> Float[Tensor, "N h d"]:
+    """Return what belongs to keys, of those keys that reach the sums that leave: elsewhere 0."""
+    return x if parts is None else x * parts.closing
 
 
-@dataclass(frozen=True)
-class Returned:
-    """Gradients of sums on their way back through the blocks of a piece.
+def to_shift_(grad_sums: Float[Tensor, "N W m"], piece: Piece) -> None:
+    """Bring the gradient of the sums that leave a piece, in place, to its shift."""
+    if piece.parts is not None:
+        grad_sums.mul_(piece.lift)
 
-    Attributes:
-        leaving: the gradients of the sums that leave each block, at the shift of the piece.
-        grad_sums: the part's: of the sums that leave the piece at first, of those that enter it at last.
-        piece: the piece.
-    """
 
-    leaving: Float[Tensor, "N b W m"]
-    grad_sums: Float[Tensor, "N W m"]
-    piece: Piece
-
-    @classmethod
-    def into(cls, piece: Piece, blocks: int, grad_sums: Float[Tensor, "N W m"]) -> "Returned":
-        """Bring the gradient to the last block."""
-        leaving = grad_sums.new_empty(len(grad_sums), blocks, *grad_sums.shape[1:])
-        if piece.parts is None:
-            leaving[:, -1] = grad_sums
-        else:
-            torch.mul(grad_sums, piece.lift, out=leaving[:, -1])
-        return cls(leaving, grad_sums, piece)
-
-    def through(self, block: int, rows: Float[Tensor, "N Gh m"], grad: Float[Tensor, "N Gh W"]) -> None:
-        """Add what the rows of one block, whose undivided sums have the gradient `grad`, hand back."""
-        after, parts = self.leaving[:, block], self.piece.parts
-        if parts is not None:
-            after, grad = after * parts.through, keep_rows_(grad[:, None].clone(), parts.opening)[:, 0]
-        before = self.leaving[:, block - 1] if block else self.grad_sums
-        torch.baddbmm(after, grad.mT, rows, out=before)
-        if not block:
-            self.grad_sums.mul_(self.piece.decay)
-
-    def closing(self, x: Float[Tensor, "N b h d"]) -> Float[Tensor, "N b h d"]:
-        """Return what belongs to keys, of those keys that reach the sums that leave: elsewhere 0."""
-        return x if self.piece.parts is None else x * self.piece.parts.closing[:, None]
+def hand_back_(
+    grad_sums: Float[Tensor, "N W m"],
+    rows: Float[Tensor, "N Gh m"],
+    grad: Float[Tensor, "N Gh W"],
+    parts: Documents | None,
+) -> None:
+    """Take the gradient of the sums, in place, back through a block; `grad` is that of its undivided sums of rows."""
+    if parts is not None:
+        grad_sums.mul_(parts.through)
+        grad = keep_rows_(grad[:, None].clone(), parts.opening)[:, 0]
+    grad_sums.baddbmm_(grad.mT, rows)
 
 
 def _after(part: Part, sums: Tensor, piece: Piece) -> Float[Tensor, "N W m"]:
@@ -167,19 +140,39 @@ def row_gradients(
     return grad
 
 
+def _far_row_gradients(
+    weights: Weights, values: Tensor, grad: Tensor, before: Float[Tensor, "N W m"], piece: Piece
+) -> Float[Tensor, "N b Gh m"]:
+    """Return the gradients of the weights of rows that come from the sums that enter their blocks."""
+    sums, grad_rows = before * piece.decay, torch.empty_like(weights.rows)
+    for block in range(values.shape[1]):
+        if block:
+            sums.baddbmm_(values[:, block - 1].mT, weights.keys[:, block - 1])
+        torch.bmm(grad[:, block], sums, out=grad_rows[:, block])
+    return grad_rows if piece.parts is None else keep_rows_(grad_rows, piece.parts.opening)
+
+
 def weight_gradients(
     weights: Weights,
     values: Float[Tensor, "N b h W"],
     grad: Float[Tensor, "N b Gh W"],
-    entering: Float[Tensor, "N b W m"],
-    returned: Returned,
+    grad_keys: Float[Tensor, "N b h m"],
+    before: Float[Tensor, "N W m"],
+    piece: Piece,
 ) -> tuple[Float[Tensor, "N Gn m"], Float[Tensor, "N n m"]]:
-    """Return the gradients of log_q and log_k in one piece; `grad`, of the undivided sums of rows, is used up."""
-    parts, groups = returned.piece.parts, weights.rows.shape[2] // weights.keys.shape[2]
-    grad_near = look_back_(matmul(grad, values.mT), groups, parts)
-    grad_rows, grad_keys = matmul(grad_near, weights.keys), matmul(grad_near.mT, weights.rows)
-    if parts is not None:
-        keep_rows_(grad, parts.opening)
-    add_matmul_(grad_rows, grad, entering)
-    add_matmul_(grad_keys, returned.closing(values), returned.leaving)
-    return grad_rows.mul_(weights.rows).flatten(1, 2), grad_keys.mul_(weights.keys).flatten(1, 2)
+    """Return the gradients of log_q and log_k in one piece.
+
+    Args:
+        weights: those of the piece.
+        values: with a column of ones.
+        grad: gradient of the undivided sums of rows.
+        grad_keys: what the weights of keys get from the sums that leave their blocks; used up.
+        before: sums that enter the piece.
+        piece: the piece.
+    """
+    groups = weights.rows.shape[2] // weights.keys.shape[2]
+    grad_rows = _far_row_gradients(weights, values, grad, before, piece)
+    grad_near = look_back_(matmul(grad, values.mT), groups, piece.parts)
+    add_matmul_(grad_rows, grad_near, weights.keys).mul_(weights.rows)
+    add_matmul_(grad_keys, grad_near.mT, weights.rows).mul_(weights.keys)
+    return grad_rows.flatten(1, 2), grad_keys.flatten(1, 2)

@@ -9,19 +9,20 @@ from torch import Tensor
 from mercer.ops.checks import full_precision
 from mercer.ops.linear_carry import (
     Kept,
-    Returned,
     advance_,
-    entering_sums,
+    closing,
     far_sums,
+    hand_back_,
     kept_of,
     kept_room,
     pieces_backwards,
     row_gradients,
+    to_shift_,
     weight_gradients,
 )
 from mercer.ops.linear_chunks import FLOOR, plan
 from mercer.ops.linear_logs import LogGradients, Logs, exp_, fold, in_blocks
-from mercer.ops.linear_pieces import Part, Problem, add_matmul_, matmul
+from mercer.ops.linear_pieces import Part, Problem, matmul
 
 BLOCK = 64  # longer blocks only add work above the diagonal; of 32 the matrices are too small
 
@@ -68,13 +69,16 @@ def _causal_backward(
         at, blocks, weights = piece.span, part.blocks(piece), part.weights(piece)
         values = part.values_at(at, blocks)
         grad = row_gradients(*(in_blocks(x[:, :, at], blocks) for x in results)).flatten(2, 3)
-        entering = entering_sums(weights, values, before, piece)
-        returned = Returned.into(piece, blocks, grad_sums)
+        grad_values, grad_keys = matmul(weights.near.mT, grad[..., :-1]), torch.empty_like(weights.keys)
+        to_shift_(grad_sums, piece)
         for block in reversed(range(blocks)):
-            returned.through(block, weights.rows[:, block], grad[:, block])
-        grad_values = matmul(returned.closing(weights.keys), returned.leaving[:, :, :-1].mT)
-        outs.values[:, at] = add_matmul_(grad_values, weights.near.mT, grad[..., :-1]).flatten(1, 2)
-        grad_rows, grad_keys = weight_gradients(weights, values, grad, entering, returned)
+            keys, value = (closing(x[:, block], piece.parts) for x in (weights.keys, values))
+            grad_values[:, block] += torch.bmm(keys, grad_sums[:, :-1].mT)
+            torch.bmm(value, grad_sums, out=grad_keys[:, block])
+            hand_back_(grad_sums, weights.rows[:, block], grad[:, block], piece.parts)
+        grad_sums.mul_(piece.decay)
+        outs.values[:, at] = grad_values.flatten(1, 2)
+        grad_rows, grad_keys = weight_gradients(weights, values, grad, grad_keys, before, piece)
         outs.rows.put(part.rows, at, grad_rows, blocks)
         outs.put_keys(part.keys, at, grad_keys)
 
@@ -239,10 +243,15 @@ def _(grad_o, grad_sums, grad_log_total, o, inverse, kept, weigh, *arguments):
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.square, ctx.constant, ctx.causal, ctx.size, _ = inputs
     ctx.save_for_backward(output[0], output[1], output[5], *tensors)
+    ctx.set_materialize_grads(False)  # one of the last output would be as large as the rest together
 
 
 def _differentiate(ctx, grad_o, grad_inverse, grad_sums, grad_scale, grad_log_total, grad_kept):
     o, inverse, kept, *arguments = ctx.saved_tensors
+    grad_o, grad_log_total = (
+        (x.new_zeros(x.shape) if g is None else g) for g, x in ((grad_o, o), (grad_log_total, inverse))
+    )
+    grad_sums = arguments[6].new_zeros(arguments[6].shape) if grad_sums is None else grad_sums
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
     others = (*arguments, ctx.square, ctx.constant, ctx.causal, ctx.size)
     grads = iter(_backward_op(grad_o, grad_sums, grad_log_total, o, inverse, kept, weigh, *others))

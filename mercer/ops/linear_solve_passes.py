@@ -13,15 +13,16 @@ from torch import Tensor
 from mercer.ops.checks import full_precision
 from mercer.ops.linear_carry import (
     Kept,
-    Returned,
     advance_,
-    entering_sums,
+    closing,
     far_sums,
+    hand_back_,
     keep_rows_,
     kept_of,
     kept_room,
     pieces_backwards,
     row_gradients,
+    to_shift_,
     weight_gradients,
 )
 from mercer.ops.linear_chunks import Documents, Piece, plan
@@ -112,21 +113,28 @@ class _Gradients:
         return _Gradients(self.rhs[at], self.ridge[at], self.rows.part(at, slice(None)), cols, factor, offset)
 
 
-def _adjoint_(weights: Weights, solved: _Solved, returned: Returned) -> tuple[Tensor, Tensor]:
-    """Return the solution g of the transposed system, and the gradient of the undivided sums of rows; block by block.
+def _adjoint_(
+    weights: Weights, values: Float[Tensor, "N b h W"], solved: _Solved, grad_sums: Float[Tensor, "N W m"], piece: Piece
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve the transposed system of a piece, from its last block to the first; the weights inside blocks are used up.
 
-    The gradients of the sums are carried back in `returned`; the weights inside blocks are used up.
+    Returns the solution g, the gradient of the undivided sums of rows, and what the weights of keys get from the sums
+    that leave their blocks; `grad_sums` goes back through the piece in place.
     """
-    g, closing = torch.empty_like(solved.grad_u), returned.closing(weights.keys)
-    systems = _systems_(weights.near, solved.inverse, solved.ridge)
+    g, grad_keys = torch.empty_like(solved.grad_u), torch.empty_like(weights.keys)
     grad = g.new_empty(*g.shape[:3], g.shape[3] + 1)
+    systems = _systems_(weights.near, solved.inverse, solved.ridge)
+    to_shift_(grad_sums, piece)
     for block in reversed(range(g.shape[1])):
-        u, smooth, inverse = solved.grad_u[:, block], solved.smooth[:, block], solved.inverse[:, block]
-        reaching = torch.baddbmm(u, closing[:, block], returned.leaving[:, block, :-1].mT)
-        g[:, block] = torch.linalg.solve_triangular(systems[:, block], reaching.mT, upper=False, left=False).mT
-        grad[:, block] = row_gradients(-g[:, block], smooth, inverse)
-        returned.through(block, weights.rows[:, block], grad[:, block])
-    return g, grad
+        keys, value = (closing(x[:, block], piece.parts) for x in (weights.keys, values))
+        reaching = torch.baddbmm(solved.grad_u[:, block], keys, grad_sums[:, :-1].mT)
+        at_block = torch.linalg.solve_triangular(systems[:, block], reaching.mT, upper=False, left=False).mT
+        g[:, block] = at_block
+        grad[:, block] = row_gradients(-at_block, solved.smooth[:, block], solved.inverse[:, block])
+        torch.bmm(value, grad_sums, out=grad_keys[:, block])
+        hand_back_(grad_sums, weights.rows[:, block], grad[:, block], piece.parts)
+    grad_sums.mul_(piece.decay)
+    return g, grad, grad_keys
 
 
 def _backward(part: Part, kept: Kept, solved: _Solved, grad_sums: Float[Tensor, "N W m"], outs: _Gradients) -> None:
@@ -135,12 +143,10 @@ def _backward(part: Part, kept: Kept, solved: _Solved, grad_sums: Float[Tensor, 
         at, piece = piece.span, part.with_logs(piece)
         weights, blocks = part.weights(piece), part.blocks(piece)
         values, of_piece = part.values_at(at, blocks), solved.of_piece(at, blocks)
-        entering = entering_sums(weights, values, before, piece)
-        returned = Returned.into(piece, blocks, grad_sums)
-        g, grad = _adjoint_(weights, of_piece, returned)
+        g, grad, grad_col = _adjoint_(weights, values, of_piece, grad_sums, piece)
         outs.rhs[:, at] = g.flatten(1, 2)
         outs.ridge[:, at] = -(g * of_piece.u).sum(-1).flatten(1, 2)
-        grad_row, grad_col = weight_gradients(weights, values, grad, entering, returned)
+        grad_row, grad_col = weight_gradients(weights, values, grad, grad_col, before, piece)
         grad_col = _of_product(part.keys, piece, grad_col, outs)
         if outs.cols is not None and part.rows is not None:
             outs.rows.put(part.rows, at, grad_row, blocks)
@@ -254,10 +260,13 @@ def _(grad_u, grad_sums, u, inverse, kept, weigh, *arguments):
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.size, _ = inputs
     ctx.save_for_backward(output[0], output[1], output[4], *tensors)
+    ctx.set_materialize_grads(False)  # one of the last output would be as large as the rest together
 
 
 def _differentiate(ctx, grad_u, grad_inverse, grad_sums, grad_scale, grad_kept):
     u, inverse, kept, *arguments = ctx.saved_tensors
+    grad_u = torch.zeros_like(u) if grad_u is None else grad_u
+    grad_sums = torch.zeros_like(arguments[8]) if grad_sums is None else grad_sums
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
     grads = iter(_backward_op(grad_u, grad_sums, u, inverse, kept, weigh, *arguments, ctx.size))
     return *(None if x is None else next(grads) for x in arguments[:9]), *[None] * 6
