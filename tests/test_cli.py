@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from mercer import cli
 from mercer.cli import main
 from mercer.cli import runs as side_by_side
 from mercer.cli.finetune import finetune
+from mercer.cli.threads import set_threads
 from mercer.cli.training import train
 from mercer.train import checkpoint, config, loop
 from mercer.train.recipe import Recipe
@@ -73,6 +75,13 @@ def test_help_needs_no_torch_and_is_quick():
     assert not loaded & {"torch", "transformers", "numpy", "datasets", "matplotlib"}
 
 
+def test_the_number_of_threads_is_checked_wherever_it_is_set():
+    with pytest.raises(ValueError, match=r"threads \(0\) must be at least 1"):
+        set_threads(0)
+    setting = [path.name for path in Path(cli.__file__).parent.glob("*.py") if "set_num_threads(" in path.read_text()]
+    assert sorted(setting) == ["runs.py", "threads.py"]  # the former is given what compare has checked
+
+
 def test_help_names_every_setting():
     for key in config.keys_of(Recipe):
         told = (finetune if key.startswith("tune.") else train).__doc__
@@ -112,6 +121,7 @@ def test_help_names_every_setting():
         ("train tiny twice", 2, "unexpected argument 'twice'; .*"),
         ("train", 2, "which recipe? give one (mercer list recipes), or --config FILE"),
         ("train tiny --threads 0", 2, "threads (0) must be at least 1"),
+        ("compare tiny --mixers softmax,cubit --jobs 2 --threads 0", 2, "threads (0) must be at least 1"),
         ("train tiny --threads two", 2, "Invalid value for --threads: .*"),
         ("train tiny --train.shard true", 2, "train.shard (True) needs torchrun: .*"),
         ("trian tiny", 2, 'Unknown command "trian". Did you mean "train"?.*'),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mercer.cli.models import model_folder
+from mercer.cli.threads import set_threads
 
 Calibrate = Literal["center", "whiten", "proposal", "none"]
 
@@ -65,7 +66,6 @@ def align(
         raise FileExistsError(f"{out} exists; give another --out, or leave it out to align the folder itself")
     kinds = _kinds(rivals)
     data = _data(path, source, length, seed)
-    import torch
     from rich.console import Console
 
     from mercer.hf import calibrate as fit
@@ -74,8 +74,7 @@ def align(
     from mercer.train import align as aligning
     from mercer.train.loop import spaced
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     model = load(path)
     if calibrate != "none" and not _is_fitted(model, calibrate):
         fit(model, [data.train.batch(index, batch_size) for index in range(4)], mode=calibrate)
@@ -126,14 +125,12 @@ def kernel_error(
     """
     path = model_folder(folder)
     data = _data(path, source, length, 0)
-    import torch
 
     from mercer.hf import kernel_error as measure
     from mercer.hf import load
     from mercer.train.loop import spaced
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     print(measure(load(path), spaced(data.validation, batch_size, windows), first=first))
     return 0
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from mercer.cli.training import Words, interrupted, set_threads
+from mercer.cli.threads import set_threads
+from mercer.cli.training import Words, interrupted
 from mercer.train import config as recipes
 from mercer.train.classifier_recipe import CLASSIFIERS, ClassifierRecipe
 from mercer.train.record import Run

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from mercer.cli.benches import whole_numbers
+from mercer.cli.threads import set_threads
 
 
 def convert(
@@ -57,8 +58,7 @@ def convert(
     from mercer.hf import conversion
     from mercer.train.recipe import tiny
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     chosen = with_mixer(tiny(), mixer).model
     found = conversion.convert(
         model,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mercer.cli.models import model_folder
+from mercer.cli.threads import set_threads
 from mercer.cli.training import Words
 
 Part = Literal["all", "attention", "mixers", "lora"]
@@ -61,7 +62,7 @@ def finetune(
         overwrite: delete the run in the folder first.
         threads: CPU threads to compute with.
     """
-    from mercer.cli.training import interrupted, read_recipe, set_threads, summary
+    from mercer.cli.training import interrupted, read_recipe, summary
     from mercer.train import loop
 
     path = model_folder(folder)

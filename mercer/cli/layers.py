@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mercer.cli.threads import set_threads
+
 
 def layers(
     model: str,
@@ -58,8 +60,7 @@ def layers(
     from mercer.train.loop import spaced
     from mercer.train.recipe import tiny
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     chosen = with_mixer(tiny(), mixer).model
     original = read_model(place, torch.float32).eval()
     check_decoder(original)

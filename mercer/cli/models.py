@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from mercer.cli.benches import whole_numbers
+from mercer.cli.threads import set_threads
 
 
 def generate(
@@ -41,8 +42,7 @@ def generate(
     import torch
     from transformers import TextStreamer
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     tokenizer, model = load_tokenizer(path), open_model(path)
     ids = tokenizer(prompt).input_ids
     bos = tokenizer.bos_token_id
@@ -115,14 +115,12 @@ def evaluate_model(
         return _evaluate_tasks(path, tasks, limit, shots, batch_size, threads, as_json=json)
     distances = whole_numbers("recall", recall) if recall else []
     data, seed = _data_config(folder, path, source, length)
-    import torch
 
     from mercer.evaluate import evaluate
     from mercer.train import setup
     from mercer.train.loop import spaced
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     model = open_model(path)
     check_positions(model, data.length, "give a smaller --length")
     tokenizer, packed = setup.load_data(data, seed, None)
@@ -159,12 +157,10 @@ def _evaluate_tasks(
     *,
     as_json: bool,
 ) -> int:
-    import torch
 
     from mercer.evaluate.harness import evaluate_tasks
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     model, tokenizer = open_model(path), load_tokenizer(path)
     found = evaluate_tasks(model, tokenizer, names, limit=limit, shots=shots, batch_size=batch_size)

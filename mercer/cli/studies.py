@@ -174,14 +174,13 @@ def darkformer(
 
     find_source(model)
     from mercer.study.darkformer import Settings, run_darkformer
-    from mercer.study.darkformer.design import METHODS
 
     settings = Settings(
         model=model,
         source=source,
         layers=layers,
         keep=tuple(whole_numbers("keep", keep)) if keep else (),
-        methods=tuple(METHODS) if methods is None else tuple(name.strip() for name in methods.split(";")),
+        methods=None if methods is None else tuple(name.strip() for name in methods.split(";")),
         parts=tuple(name.strip() for name in parts.split(",")),
         steps=steps,
         length=length,

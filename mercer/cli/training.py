@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from mercer.cli.runs import Job, Outcome, start_server, train_in_turn, train_side_by_side
+from mercer.cli.threads import check_threads, set_threads
 from mercer.train import config
 from mercer.train.recipe import Recipe
 from mercer.train.record import Run, command_line
@@ -245,6 +246,7 @@ def _compare(plan: list[Job], *, processes: int, threads: int | None, out: Path)
         set_threads(threads)
         outcomes = train_in_turn(plan, report)
     else:
+        check_threads(threads)
         threads = threads or max(1, (os.cpu_count() or 1) // processes)
         outcomes = train_side_by_side(plan, report, processes=processes, threads=threads)
     stopped = [outcome.run for outcome in outcomes if outcome.run.status == "interrupted"]
@@ -276,15 +278,6 @@ def interrupted(run: Run | None) -> int:
 
 def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def set_threads(threads: int | None) -> None:
-    if threads is not None:
-        if threads < 1:
-            raise ValueError(f"threads ({threads}) must be at least 1")
-        import torch
-
-        torch.set_num_threads(threads)
 
 
 def _resolve(recipe: Recipe) -> Recipe:

@@ -84,7 +84,7 @@ def layer_costs(
         **options: of the mixer.
 
     Raises:
-        ValueError: see `mercer.attach`.
+        ValueError: layers share their keys, so none of them can be converted alone; and see `mercer.attach`.
 
     Cost: as many passes over text and questions as there are layers, and one more.
     """
@@ -98,7 +98,13 @@ def layer_costs(
             None if found is None else found.accuracy,
         )
 
-    layers = sorted({layer.index for layer in choose_layers(model, "all")[0]})
+    chosen = choose_layers(model, "all")[0]
+    layers = sorted({layer.index for layer in chosen})
+    if shared := sorted(layer.index for layer in chosen if getattr(layer.module, "is_kv_shared_layer", False)):
+        raise ValueError(
+            f"layers {shared} of {type(model).__name__} use the keys of others, so they cannot be converted one at a "
+            "time, which is how layers are measured here"
+        )
     original, alone = stand(), {}
     watch(0, len(layers))
     for done, layer in enumerate(layers, 1):

@@ -81,7 +81,7 @@ def run_study(
         console: where progress is shown.
 
     Raises:
-        ValueError: budget or jobs are not positive.
+        ValueError: budget, jobs or threads are not positive.
         FileExistsError: the folder holds trials and neither resume nor overwrite is given.
         KeyboardInterrupt: Ctrl-C; the command to go on has been printed.
         RuntimeError: a process died.
@@ -91,6 +91,8 @@ def run_study(
         raise ValueError(f"budget ({budget_minutes}) must be a positive number of minutes, or left out")
     if jobs < 1:
         raise ValueError(f"jobs ({jobs}) must be at least 1")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads ({threads}) must be at least 1")
     file = out / "trials.jsonl"
     if overwrite:
         file.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask
 
+from mercer.evaluate.layer_costs import layer_costs
 from mercer.hf import attach, cache_argument, detach
 from mercer.hf.install import attached
 
@@ -66,6 +67,11 @@ def test_layers_that_are_not_there(layers, text):
 
 def test_layers_that_share_keys_go_together():
     refuse(decoder("gemma4"), r"layers \[1, 3\] share their keys and values, so all of them or none", layers="1")
+
+
+def test_layers_that_share_keys_are_not_measured_one_at_a_time():
+    with pytest.raises(ValueError, match=r"layers \[3\] of Gemma4ForCausalLM use the keys of others"):
+        layer_costs(decoder("gemma4"), [])
 
 
 def test_rotary_positions_that_cannot_be_given_to_r():

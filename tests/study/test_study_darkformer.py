@@ -104,5 +104,12 @@ def test_the_command_writes_a_page(pretrained, tmp_path, capsys):
     assert "steps (5) must be a multiple of looks (4)" in capsys.readouterr().err
     assert main(["study", "darkformer", model, "--methods", "window, hybrid, taught"]) == 2
     assert "keeps the softmax of some layers; say of which with keep" in capsys.readouterr().err
+    every = ";".join(METHODS)
+    assert main(["study", "darkformer", model, "--methods", every]) == 2  # none is dropped in silence
+    assert "'darkformer, hybrid, taught' keeps the softmax of some layers" in capsys.readouterr().err
+    assert main(["study", "darkformer", model, "--keep", "0,9", "--out", str(tmp_path / "keep")]) == 2
+    assert "keep names 9, but the model has layers 0 to 1" in capsys.readouterr().err
+    assert main(["study", "darkformer", model, "--threads", "0", "--out", str(tmp_path / "none")]) == 2
+    assert "threads (0) must be at least 1" in capsys.readouterr().err
     assert main(["study", "darkformer", model, "--methods", "softmaxx"]) == 2
     assert "unknown method 'softmaxx'" in capsys.readouterr().err

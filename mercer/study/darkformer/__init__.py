@@ -68,6 +68,7 @@ def run_darkformer(
     """
     check(settings, seeds)
     folder = _original(settings.model, Path(out))
+    _check_keep(settings.keep, folder)
     settings = replace(settings, model=str(folder))
     study = Study("darkformer", trial, conditions(settings), seeds, ("numpy", "transformers"))
     done = run_study(
@@ -103,7 +104,7 @@ def figures(trials: Sequence[Trial], settings: Settings) -> list[Figure]:
                 method: {
                     step: tables.values(trials, f"{name}@{step}", settings, method=method, **given) for step in steps
                 }
-                for method in settings.methods
+                for method in settings.compared
             }
             title = f"Held-out {name} against steps; {words}"
             caption = "Mean over the seeds; band: one standard error."
@@ -111,7 +112,7 @@ def figures(trials: Sequence[Trial], settings: Settings) -> list[Figure]:
             made.append(curve_figure(f"{name}-{parameters}", title, caption, curves_of(found), labels, LOOKS))
     recalled = {
         method: {d: tables.values(trials, f"recall@{d}", settings, method=method) for d in settings.distances}
-        for method in settings.methods
+        for method in settings.compared
     }
     caption = f"Share of {settings.questions} questions; the window reaches 64 tokens back in each layer."
     labels = ("distance (tokens)", "recalled")
@@ -122,7 +123,7 @@ def figures(trials: Sequence[Trial], settings: Settings) -> list[Figure]:
             rate: tables.values(trials, last, settings, method=method, parameters="all", learning_rate=rate)
             for rate in settings.rates
         }
-        for method in settings.methods
+        for method in settings.compared
     }
     made.append(
         curve_figure(
@@ -136,6 +137,15 @@ def figures(trials: Sequence[Trial], settings: Settings) -> list[Figure]:
         )
     )
     return [figure for figure in made if figure is not None]
+
+
+def _check_keep(keep: Sequence[int], folder: Path) -> None:
+    """Refuse, before the first trial starts, layers that the model does not have."""
+    from transformers import AutoConfig
+
+    count = AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers
+    if strange := [layer for layer in keep if not 0 <= layer < count]:
+        raise ValueError(f"keep names {strange[0]}, but the model has layers 0 to {count - 1}")
 
 
 def _original(model: str, out: Path) -> Path:

@@ -68,8 +68,8 @@ class Settings:
     model: str  # a folder of transformers, with its tokenizer
     source: str = "python-docs"
     layers: str = "all"
-    keep: tuple[int, ...] = ()  # layers that keep their softmax in the hybrid methods; none: those are left out
-    methods: tuple[str, ...] = tuple(METHODS)
+    keep: tuple[int, ...] = ()  # layers that keep their softmax in the hybrid methods
+    methods: tuple[str, ...] | None = None  # None: all, the hybrid ones only with `keep`
     parts: tuple[str, ...] = PARTS
     steps: int = 24
     length: int = 256
@@ -82,6 +82,13 @@ class Settings:
     looks: int = 4  # evaluations on the way, the one before the first step not counted
     distances: tuple[int, ...] = (32, 192)
     questions: int = 8
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The methods that meet."""
+        if self.methods is not None:
+            return self.methods
+        return tuple(name for name, method in METHODS.items() if self.keep or not method.hybrid)
 
     def shared(self) -> dict[str, Any]:
         """Return what every condition holds."""
@@ -102,7 +109,7 @@ def conditions(settings: Settings) -> list[dict[str, Any]]:
         "learning_rate": settings.learning_rate,
         **settings.shared(),
     }
-    methods = [name for name in settings.methods if settings.keep or not METHODS[name].hybrid]
+    methods = settings.compared
     compared = [name for name in methods if name in COMPARED]
     found = {
         "methods": [usual | {"method": name} for name in methods],
@@ -122,12 +129,12 @@ def conditions(settings: Settings) -> list[dict[str, Any]]:
 
 def check(settings: Settings, seeds: Sequence[int]) -> None:
     """Raise ValueError for a method or part that is none, or a number that is out of range."""
-    for kind, names, known in (("method", settings.methods, METHODS), ("part", settings.parts, PARTS)):
+    for kind, names, known in (("method", settings.compared, METHODS), ("part", settings.parts, PARTS)):
         for name in names:
             if name not in known:
                 raise unknown(kind, name, known)
-    hybrid = [name for name in settings.methods if METHODS[name].hybrid]
-    if hybrid and not settings.keep and len(settings.methods) < len(METHODS):
+    hybrid = [name for name in settings.compared if METHODS[name].hybrid]
+    if hybrid and not settings.keep:
         raise ValueError(f"{hybrid[0]!r} keeps the softmax of some layers; say of which with keep (--keep 18,20,23)")
     for name in ("steps", "align_steps", "windows", "looks", "questions"):
         if getattr(settings, name) < 1:

@@ -35,7 +35,7 @@ def methods_table(trials: Sequence[Trial], settings: Settings, parameters: str =
     """Return perplexity before and after, accuracy, the gap to softmax and recall, a row for each method."""
     rows, last = [], f"loss@{settings.steps}"
     base = values(trials, last, settings, method=BASE, parameters=parameters)
-    for method in settings.methods:
+    for method in settings.compared:
 
         def of(name: str, method: str = method) -> dict[int, float]:
             return values(trials, name, settings, method=method, parameters=parameters)
@@ -79,7 +79,7 @@ def methods_table(trials: Sequence[Trial], settings: Settings, parameters: str =
 def errors_table(trials: Sequence[Trial], settings: Settings) -> Table:
     """Return the error of aligned layers beside the plain average of v and the window alone."""
     rows = []
-    for method in settings.methods:
+    for method in settings.compared:
         found = [values(trials, name, settings, method=method) for name in ("error", "window_error", "uniform_error")]
         if found[0]:
             rows.append([method, *(_mean(errors, 4) for errors in found)])
@@ -118,7 +118,7 @@ def findings(trials: Sequence[Trial], settings: Settings) -> list[str]:
     last, found = f"loss@{settings.steps}", []
     base = values(trials, last, settings, method=BASE)
     start = estimate(list(perplexities(values(trials, "loss@0", settings, method=BASE)).values()))
-    for method in settings.methods:
+    for method in settings.compared:
         losses = values(trials, last, settings, method=method)
         gap = difference(losses, base, higher_is_better=False)
         if method == BASE or gap is None:
