@@ -1,6 +1,7 @@
 """Blocks of a few tokens, so that short sequences cross their edges too."""
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mercer.ops import linear_passes, linear_solve_passes
 
@@ -18,3 +19,18 @@ def whole_blocks(monkeypatch):
     for module, block in BLOCKS.items():
         monkeypatch.setattr(module, "BLOCK", block)
     return max(BLOCKS.values())
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that PyTorch calls inside it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def calls():
+    return Calls()

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mercer.mixers.base import map_state
 from mercer.ops.linear import LinearState, check_linear, linear_attention, linear_attention_naive
@@ -437,17 +436,9 @@ def test_chunks_are_cut_alike_in_turn_and_at_once(documents):
             assert torch.equal(getattr(a, name), getattr(b, name))
 
 
-def test_one_token_takes_few_calls():
+def test_one_token_takes_few_calls(calls):
     """Decoding is bound by the number of calls; cut into pieces and planned, one token takes more than 100."""
-    count = 0
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal count
-            count += 1
-            return func(*args, **kwargs or {})
-
     _, state = linear_attention(*draw(30, dtype=torch.float32))
-    with Count(), torch.no_grad():
+    with calls, torch.no_grad():
         linear_attention(*draw(1, dtype=torch.float32), state=state)
-    assert count <= 45
+    assert calls.count <= 45
