@@ -9,6 +9,7 @@ from mercer.cli.models import model_folder
 from mercer.cli.threads import set_threads
 
 Calibrate = Literal["center", "whiten", "proposal", "none"]
+PARTIAL = ".align"  # where a model's folder keeps how far an alignment has come
 
 
 def align(
@@ -26,6 +27,8 @@ def align(
     calibrate: Calibrate = "center",
     seed: int = 0,
     out: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
     threads: int | None = None,
 ) -> int:
     """Teach the mixers of a converted model to attend as its softmax did: `mercer align DIR --source TEXT`.
@@ -44,7 +47,8 @@ def align(
     Every converted layer learns, from the queries, keys and values of the original model, to reproduce its attention
     output behind the output projection; all other weights are frozen. Prints the error of every layer on held-out text
     before and after, beside that of a window alone, which costs nothing. A layer that did not get better stays as it
-    was; with --rivals, which map is best is decided for each layer.
+    was; with --rivals, which map is best is decided for each layer. Ctrl-C keeps what has been learned and prints the
+    command to go on.
 
     Args:
         folder: what `mercer convert` wrote.
@@ -59,12 +63,21 @@ def align(
         calibrate: what to fit before: center moves queries and keys to their means, once; none; see mercer.calibrate.
         seed: of the order of the text.
         out: where to write the aligned model; in the folder itself by default.
+        resume: go on after an interruption.
+        overwrite: forget an alignment that was interrupted.
         threads: CPU threads to compute with.
     """
     path = model_folder(folder)
     if out is not None and out.exists():
         raise FileExistsError(f"{out} exists; give another --out, or leave it out to align the folder itself")
     kinds = _kinds(rivals)
+    from mercer.train.keeping import Keeper
+
+    settings = {
+        "source": source, "rivals": rivals, "steps": steps, "learning_rate": learning_rate, "length": length,
+        "batch_size": batch_size, "calibrate": calibrate, "seed": seed,
+    }  # fmt: skip
+    keeper = Keeper(path / PARTIAL, settings, resume=resume, overwrite=overwrite)
     data = _data(path, source, length, seed)
     from rich.console import Console
 
@@ -72,7 +85,9 @@ def align(
     from mercer.hf import load
     from mercer.hf.kernel_errors import warn_if_useless, window_of
     from mercer.train import align as aligning
+    from mercer.train.interrupt import Interruption
     from mercer.train.loop import spaced
+    from mercer.train.record import command_line, resume_line
 
     set_threads(threads)
     model = load(path)
@@ -84,19 +99,28 @@ def align(
         if step == 1 or step == steps or step % max(1, steps // 10) == 0:
             print(f"step {step} of {steps}  mean error on its batch {loss:.4f}", flush=True)
 
-    found = aligning.align(
-        model,
-        lambda index: data.train.batch(index, batch_size),
-        spaced(data.validation, batch_size, windows),
-        rivals=kinds,
-        steps=steps,
-        learning_rate=learning_rate,
-        first=min(sum(window_of(model)), length // 2) if first is None else first,
-        report=report,
-    )
+    with Interruption() as interruption:
+        try:
+            found = aligning.align(
+                model,
+                lambda index: data.train.batch(index, batch_size),
+                spaced(data.validation, batch_size, windows),
+                rivals=kinds,
+                steps=steps,
+                learning_rate=learning_rate,
+                first=min(sum(window_of(model)), length // 2) if first is None else first,
+                report=report,
+                keeper=keeper,
+                should_stop=lambda: interruption.requested,
+            )
+        except KeyboardInterrupt:
+            if keeper.folder.is_dir():
+                print(f"stopped; go on with: {resume_line(command_line())}")
+            raise
     console.print(_table(found), highlight=False)
     warn_if_useless(found.after)
     rewrite(path, model, path if out is None else out)
+    keeper.forget()
     print(f"aligned on {found.tokens:,} tokens; the model is in {path if out is None else out}")
     return 0
 
@@ -139,7 +163,7 @@ def rewrite(folder: Path, model: Any, out: Path) -> None:
     """Write a model with all other files of its folder aside, and rename: `out` is the old or the new one, whole."""
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(folder, aside, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
+    shutil.copytree(folder, aside, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json", PARTIAL))
     model.save_pretrained(aside)
     if out.exists():
         before = out.with_name(f".{out.name}.before")

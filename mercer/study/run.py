@@ -4,7 +4,6 @@ import json
 import math
 import multiprocessing
 import os
-import shlex
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from rich.console import Console
 
 from mercer.study.results import Trial, append, name_of, read_trials
 from mercer.train.interrupt import Interruption
+from mercer.train.record import resume_line
 
 FEW = 3  # seeds: fewer have no standard error worth the name
 Key = tuple[str, int]  # of a trial: the name of its condition, and its seed
@@ -115,8 +115,7 @@ def run_study(
                     if not console.is_terminal and len(done) % len(study.named) == 0:
                         console.print(line, soft_wrap=True)
         except KeyboardInterrupt:
-            words = [word for word in shlex.split(starts[-1]["command"]) if word not in ("--overwrite", "--resume")]
-            command = shlex.join([*words, "--resume"])
+            command = resume_line(starts[-1]["command"])
             console.print(f"stopped after {len(done)} trials; go on with: {command}", soft_wrap=True, highlight=False)
             raise
     planned = plan(study, done, budget, jobs)

@@ -15,6 +15,7 @@ from mercer.hf.kernel_errors import HeadError, KernelErrors, window_of
 from mercer.hf.layers import output_projection
 from mercer.hf.observing import Seen, watch
 from mercer.mixers.linear import set_centers
+from mercer.train.keeping import Keeper, Parts
 
 OWN = ""  # the mixer a layer has, among its rivals
 Kind = tuple[str, Mapping[str, Any]]  # a mixer's name and options
@@ -48,6 +49,8 @@ def align(
     learning_rate: float = 1e-2,
     first: int = 0,
     report: Report | None = None,
+    keeper: Keeper | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Alignment:
     """Train the mixers of a converted model, and nothing else, to reproduce softmax attention.
 
@@ -65,6 +68,8 @@ def align(
         learning_rate: of Adam at the start; it falls to a tenth along a cosine.
         first: leave out tokens before this one when measuring.
         report: called after each step.
+        keeper: keeps how far the mixers have come, and what it holds is taken up.
+        should_stop: asked after each step.
 
     Returns:
         The errors of every layer before and after.
@@ -72,6 +77,7 @@ def align(
     Raises:
         ValueError: no mixer, or mixers without parameters; steps or learning_rate out of range.
         FloatingPointError: a loss that is not finite.
+        KeyboardInterrupt: it was to stop; the keeper holds the last step, and the model has been changed.
 
     Cost: a forward pass of the original model and a forward and backward pass of each mixer, a step.
 
@@ -85,12 +91,14 @@ def align(
         raise ValueError(f"{kind} has no parameters to align; convert to darkformer or lfk")
     before = measure(model, heldout, first)
     frozen = {id(p): p.requires_grad for p in model.parameters()}
-    tokens = 0
+    parts = [part for lesson in lessons.values() for part in lesson.parts()]
+    begun = keeper.restore(parts) if keeper else 0
+    tokens = sum(_tokens(train(step)) for step in range(begun))
     try:
         model.requires_grad_(False)
         for lesson in lessons.values():
             lesson.own.requires_grad_(True)
-        for step in range(steps):
+        for step in range(begun, steps):
             rate = learning_rate * (0.55 + 0.45 * math.cos(math.pi * step / steps))
             losses: list[float] = []
             teach = functools.partial(_teach, lessons, rate, losses)
@@ -98,11 +106,21 @@ def align(
             tokens += _tokens(batch)
             if report is not None:
                 report(step + 1, sum(losses) / max(1, len(losses)))
+            _keep(keeper, step + 1, parts, stop=should_stop())
     finally:
         for parameter in model.parameters():
             parameter.requires_grad_(frozen.get(id(parameter), True))
     kept, exchanged = _choose(model, heldout, first, lessons, before)
     return Alignment(before, measure(model, heldout, first), kept, exchanged, steps, tokens)
+
+
+def _keep(keeper: Keeper | None, step: int, parts: Parts, *, stop: bool) -> None:
+    if keeper and stop:
+        keeper.save(step, parts)
+    elif keeper:
+        keeper.save_if_due(step, parts)
+    if stop:
+        raise KeyboardInterrupt
 
 
 def measure(model: Any, batches: Iterable[Any], first: int = 0) -> KernelErrors:
@@ -193,6 +211,7 @@ class _Lesson:
             _take_centers(rival.mixer, self.own)
         mixers = {OWN: self.own} | {key: rival.mixer for key, rival in self.rivals.items()}
         self.saved = {key: value.detach().clone() for key, value in self.own.state_dict().items()}
+        self.mixers = mixers
         self.optimisers = {
             key: torch.optim.Adam(mixer.parameters(), betas=(0.9, 0.95))
             for key, mixer in mixers.items()
@@ -206,7 +225,7 @@ class _Lesson:
             real = seen.real()[:, None, :, None]
             size = _heard(self.layer, exact * real).float().square().sum().clamp_min(1e-30)
         for key, optimiser in self.optimisers.items():
-            o = seen.o if key == OWN else _mixed(self.rivals[key].mixer, seen)
+            o = seen.o if key == OWN else _mixed(self.mixers[key], seen)
             loss = _heard(self.layer, (o - exact) * real).float().square().sum() / size
             if not torch.isfinite(loss):
                 raise FloatingPointError(f"{self.name}: the loss is {loss.item()}; lower the learning rate ({rate:g})")
@@ -218,6 +237,10 @@ class _Lesson:
             optimiser.step()
             losses.append(loss.item())
         return exact
+
+    def parts(self) -> Parts:
+        """Return the mixers that learn, with their optimisers."""
+        return [(self.mixers[key], optimiser) for key, optimiser in self.optimisers.items()]
 
     def restore(self) -> None:
         """Give the layer's own mixer back what it had."""

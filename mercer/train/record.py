@@ -109,6 +109,12 @@ def command_line() -> str:
     return shlex.join([*words, *sys.argv[1:]])
 
 
+def resume_line(command: str) -> str:
+    """Return the command that goes on with what another one began."""
+    words = [word for word in shlex.split(command) if word not in ("--overwrite", "--resume")]
+    return shlex.join([*words, "--resume"])
+
+
 def versions() -> dict[str, str]:
     """Return the versions that decide a run's numbers."""
     import torch

@@ -58,7 +58,7 @@ def save_run(
     world.wait()
     try:
         writer = HuggingFaceStorageWriter(str(shards), save_distributed=True)
-        state_dict_saver.save(_sharded(parts), storage_writer=writer)
+        state_dict_saver.save(_by_part(parts), storage_writer=writer)
     except CheckpointException as error:  # in every process, whichever it happened to
         raise OSError(_first_failure(error)) from error
 
@@ -86,32 +86,44 @@ def load_run(path: Path, model: nn.Module, optimiser: Optimizer | None, world: W
         )
     if sharded:
         assert optimiser is not None, "a sharded run descends a loss"
-        _load_sharded(path, model, optimiser)
+        _load_by_part(path, model, optimiser)
         return position
     position, files = load(path)
-    _fill(path, model_tensors(model), files["model"])
-    named = dict(model.named_parameters())
-    for full_name, tensor in files["optimiser"].items():
-        assert optimiser is not None, "a phase without an optimiser saves no state of one"
-        key, _, name = full_name.partition("/")
-        optimiser.state[named[name]][key] = tensor.to(named[name].device)
+    put_back(path, model, optimiser, _by_part({part: files[part] for part in ("model", "optimiser")}))
     torch.set_rng_state(files["random"]["cpu"])
     if world.device.type == "cuda" and "cuda" in files["random"]:
         torch.cuda.set_rng_state(files["random"]["cuda"], world.device)
     return position
 
 
-def _sharded(parts: dict[str, Tensors]) -> dict[str, Tensor]:
+def put_back(path: Path, model: nn.Module, optimiser: Optimizer | None, tensors: Tensors) -> None:
+    """Put `model/NAME` and `optimiser/KEY/NAME` back, read from a checkpoint at `path`.
+
+    Raises:
+        CheckpointError: they do not fit the model.
+    """
+    weights = {name.removeprefix("model/"): x for name, x in tensors.items() if name.startswith("model/")}
+    _fill(path, model_tensors(model), weights)
+    named = dict(model.named_parameters())
+    for full_name, tensor in tensors.items():
+        part, _, rest = full_name.partition("/")
+        if part == "optimiser":
+            assert optimiser is not None, "a phase without an optimiser saves no state of one"
+            key, _, name = rest.partition("/")
+            optimiser.state[named[name]][key] = tensor.to(named[name].device)
+
+
+def _by_part(parts: dict[str, Tensors]) -> dict[str, Tensor]:
     return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
 
-def _load_sharded(path: Path, model: nn.Module, optimiser: Optimizer) -> None:
+def _load_by_part(path: Path, model: nn.Module, optimiser: Optimizer) -> None:
     verify(path)
     for p in model.parameters():  # AdamW makes its state in the first step: make it now, so that there is room to read
         if p.requires_grad:
             zeros: dict[str, Any] = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
             optimiser.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **zeros}
-    room = _sharded({"model": model_tensors(model), "optimiser": optimiser_tensors(model, optimiser)})
+    room = _by_part({"model": model_tensors(model), "optimiser": optimiser_tensors(model, optimiser)})
     room = {name: tensor.detach() for name, tensor in room.items()}
     try:
         state_dict_loader.load(room, storage_reader=HuggingFaceStorageReader(str(path)))

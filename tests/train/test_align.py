@@ -1,7 +1,10 @@
 """Attention transfer: it lowers the held-out error, touches nothing else, and refuses in words."""
 
+import copy
 import json
 import math
+import signal
+import sys
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from mercer.cli import main
 from mercer.data import build_tokenizer
 from mercer.hf.install import attached
 from mercer.train.align import align, measure
+from mercer.train.keeping import Keeper
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -162,3 +166,62 @@ def test_the_command_line_aligns_measures_and_evaluates(converted, tmp_path, cap
     assert not list(tmp_path.glob(".a*"))
     assert main(["align", folder, *settings, "--out", str(tmp_path / "a")]) == 2
     assert "exists; give another --out" in capsys.readouterr().err
+
+
+def test_an_alignment_goes_on_where_it_was_stopped(tmp_path):
+    def begin():
+        return mercer.attach(llama(), "darkformer", num_features=16, seed=3)
+
+    def run(model, keeper=None, stop=None):
+        done = []
+        return align(
+            model, text, HELDOUT, steps=6, rivals=[("lfk", {"separate": True})], keeper=keeper,
+            report=lambda step, loss: done.append(step), should_stop=lambda: done[-1] == stop,
+        )  # fmt: skip
+
+    model = begin()
+    start = copy.deepcopy(model.state_dict())
+    whole = run(model)
+    again = begin()
+    again.load_state_dict(start)
+    settings = {"steps": 6}
+    with pytest.raises(KeyboardInterrupt):
+        run(again, Keeper(tmp_path / "kept", settings), stop=4)
+    with pytest.raises(FileExistsError, match="go on with --resume, or begin anew with --overwrite"):
+        Keeper(tmp_path / "kept", settings)
+    with pytest.raises(ValueError, match=r"steps \(9\) was 6 when this training began"):
+        Keeper(tmp_path / "kept", {"steps": 9}, resume=True)
+    once_more = begin()
+    once_more.load_state_dict(start)
+    resumed = run(once_more, Keeper(tmp_path / "kept", settings, resume=True))
+    assert resumed.tokens == whole.tokens
+    assert resumed.exchanged == whole.exchanged
+    for name, tensor in once_more.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+    Keeper(tmp_path / "kept", {"steps": 9}, overwrite=True)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_stopped_command_says_how_to_go_on(converted, capsys, monkeypatch):
+    folder, file = (str(path) for path in converted)
+    words = ["align", folder, "--source", file, "--length", "48", "--steps", "5"]
+    monkeypatch.setattr(sys, "argv", ["mercer", *words])
+    take_step = torch.optim.Adam.step
+
+    def interrupted(self, *arguments):
+        signal.raise_signal(signal.SIGINT)
+        torch.optim.Adam.step = take_step
+        return take_step(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", interrupted)
+    assert main(words) == 130
+    assert f"stopped; go on with: mercer {' '.join(words)} --resume" in capsys.readouterr().out
+    before = (converted[0] / "model.safetensors").read_bytes()
+    assert main(words) == 2
+    assert "go on with --resume, or begin anew with --overwrite" in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 0
+    said = capsys.readouterr().out
+    assert "step 1 of 5" not in said
+    assert "step 5 of 5" in said
+    assert before != (converted[0] / "model.safetensors").read_bytes()
+    assert not (converted[0] / ".align").exists()
