@@ -118,7 +118,7 @@ def align(
                 print(f"stopped; go on with: {resume_line(command_line())}")
             raise
     console.print(_table(found), highlight=False)
-    warn_if_useless(found.after)
+    warn_if_useless(found.after, model, aligned=True)
     rewrite(path, model, path if out is None else out)
     keeper.forget()
     print(f"aligned on {found.tokens:,} tokens; the model is in {path if out is None else out}")

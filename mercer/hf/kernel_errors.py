@@ -133,7 +133,7 @@ def kernel_error(
     sums = ErrorSums(own[0] if window is None else window, own[1] if sinks is None else sinks, first)
     watch(model, batches, lambda name, mixer, seen: sums.add(name, seen, seen.o, seen.exact()))
     table = sums.table()
-    warn_if_useless(table)
+    warn_if_useless(table, model)
     return table
 
 
@@ -145,17 +145,19 @@ def window_of(model: Any) -> tuple[int, int]:
     return 64, 4
 
 
-def warn_if_useless(table: KernelErrors) -> None:
-    """Say in one line which layers are worse than a trivial answer."""
+def warn_if_useless(table: KernelErrors, model: Any, *, aligned: bool = False) -> None:
+    """Say in one line which layers are worse than a trivial answer, and what can be done that has not been."""
     found = []
     for column, words in (("uniform", "the plain average of the values"), ("window", "the window alone")):
         worse = [i for i, row in enumerate(table.layers) if row.error > getattr(row, column) + _ROUNDING]
         if worse:
             found.append(f"{len(worse)} of {len(table.layers)} converted layers ({ranges(worse)}) than {words}")
     if found:
+        longer = "align them longer" if aligned else "align them (mercer align)"
+        causal = any(layer.mixer.causal for _, layer in attached(model))
+        window = ", give them a window," if causal else ""  # which bidirectional mixers do not have
         warnings.warn(
-            f"further from softmax: {' and '.join(found)}; align them (mercer align), give them a window, or leave "
-            "their softmax",
+            f"further from softmax: {' and '.join(found)}; {longer}{window} or leave their softmax",
             NumericalWarning,
             stacklevel=3,
         )

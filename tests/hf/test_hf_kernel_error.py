@@ -62,7 +62,7 @@ def test_padding_and_packing_do_not_count():
 
 def test_a_layer_without_use_is_warned_of_and_marked():
     model = mercer.attach(llama(), "random")
-    words = r"further from softmax: .*2 of 2 converted layers \({0-1}\) than the window alone; align them"
+    words = r"further from softmax: .*2 of 2 converted layers \({0-1}\) than the window alone; align them .*, give them a window, or leave their softmax"
     with pytest.warns(NumericalWarning, match=words):
         table = mercer.kernel_error(model, [tokens(2, 12)], window=11, sinks=1)
     assert "worse than a trivial one" in str(table)
@@ -74,6 +74,9 @@ def test_bidirectional_models():
     model = mercer.attach(build(class_name, **arguments), "softmax")
     table = mercer.kernel_error(model, {"input_ids": tokens(2, 9), "attention_mask": torch.ones(2, 9).long()}, window=3)
     assert all(row.error < 1e-10 < row.window for row in table)
+    useless = mercer.attach(build(class_name, **arguments), "performer", num_features=1)
+    with pytest.warns(NumericalWarning, match=r"align them \(mercer align\) or leave their softmax"):  # and no window
+        mercer.kernel_error(useless, {"input_ids": tokens(2, 9)})
 
 
 def test_scale_is_the_models_own_even_if_the_mixer_has_another():
