@@ -1,24 +1,44 @@
 """What a run will cost, before it runs: parameters, floating-point operations, memory."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from mercer.mixers import mixer_options
 from mercer.train import setup
 from mercer.train.recipe import Recipe
 
-# Operations of mixing a token forward, in one layer, from (length T, heads H, head width D). A causal token sees T / 2
-# others on average; a product with them costs 2 * T/2 * D a head, and attention takes two: q.k, and weights times v.
-_MIXING: dict[str, Callable[[int, int, int], float]] = {
-    "softmax": lambda T, H, D: 2 * T * H * D,
-    "cubit": lambda T, H, D: 4 * T * H * D,  # solve and smooth
-    "deltaformer": lambda T, H, D: 4 * T * H * D,
-    "random": lambda T, H, D: T * H * D,
-    "constant": lambda T, H, D: H * D,
-    "local_linear": lambda T, H, D: 2 * T * H * D + T * H * (D + 1) * (2 * D + 1) + 2 / 3 * H * (D + 1) ** 3,
+
+def _linear(options: Mapping[str, Any], H: int, D: int) -> int:
+    """Return the operations of linear attention for a token: features of q and k, a block of 64, sums in and out."""
+    m = options["num_features"]
+    return H * (8 * m * D + 128 * (m + D)) + _near(options, H, D)
+
+
+def _near(options: Mapping[str, Any], H: int, D: int) -> int:
+    """Return those of exact attention to a window and sinks."""
+    return 4 * (options.get("window", 0) + options.get("sinks", 0)) * H * D
+
+
+# Operations of mixing a token forward, in one layer, from (length T, heads H, head width D, options). A causal token
+# sees T / 2 others on average; a product with them costs 2 * T/2 * D a head, attention takes two: q.k, weights times v.
+_MIXING: dict[str, Callable[[int, int, int, Mapping[str, Any]], float]] = {
+    "softmax": lambda T, H, D, _: 2 * T * H * D,
+    "cubit": lambda T, H, D, _: 4 * T * H * D,  # solve and smooth
+    "deltaformer": lambda T, H, D, _: 4 * T * H * D,
+    "random": lambda T, H, D, _: T * H * D,
+    "constant": lambda T, H, D, _: H * D,
+    "local_linear": lambda T, H, D, _: 2 * T * H * D + T * H * (D + 1) * (2 * D + 1) + 2 / 3 * H * (D + 1) ** 3,
+    "window": lambda T, H, D, options: _near(options, H, D),
+    # r is projected once for rows and columns, and a block has 32 tokens
+    "linear_cubit": lambda T, H, D, options: _linear(options, H, D) + H * options["num_features"] * (6 * D + 64),
 }
+_MIXING |= dict.fromkeys(
+    ("performer", "lfk", "darkformer", "particle"), lambda T, H, D, options: _linear(options, H, D)
+)
 _PROCESS_BYTES = 500e6  # Python, torch and transformers themselves
 
 
@@ -52,8 +72,9 @@ def estimate(recipe: Recipe) -> Estimate:
     parameters = sum(p.numel() for p in model.parameters())
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     size, length = setup.model_size(recipe.model), recipe.data.length
-    mixing = _MIXING.get(recipe.model.mixer)
-    mixed = mixing(length, size.num_heads, size.hidden_size // size.num_heads) if mixing else 0.0
+    mixing, chosen = _MIXING.get(recipe.model.mixer), recipe.model.mixer_options
+    options = mixer_options(recipe.model.mixer, **chosen) | dict(chosen)
+    mixed = mixing(length, size.num_heads, size.hidden_size // size.num_heads, options) if mixing else 0.0
     kept = size.num_layers * (16 * size.hidden_size + 5 * size.intermediate_size) + 4 * len(tokenizer)
     return Estimate(
         parameters=parameters,

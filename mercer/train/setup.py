@@ -1,9 +1,7 @@
 """From a recipe to what a run works on: the tokenizer, the packed data and the model."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,34 +83,19 @@ def pack(config: DataConfig, tokenizer: Any, seed: int, cache_dir: Path | None) 
     )
 
 
-@contextlib.contextmanager
-def _named_size(model: ModelConfig) -> Iterator[str]:
-    """Lend the table a row with the recipe's own widths, where it has any."""
-    if not model.widths():
-        yield model.size
-        return
-    name = f"{model.size} of this recipe"
-    SIZES[name] = model_size(model)
-    try:
-        yield name
-    finally:
-        del SIZES[name]
-
-
 def build_model(recipe: Recipe, tokenizer: Any, device: torch.device) -> Any:
     """Build the model a recipe describes, from its seed, on the device."""
-    with _named_size(recipe.model) as size:
-        model = from_scratch(
-            size,
-            recipe.model.mixer,
-            vocab_size=len(tokenizer),
-            max_length=recipe.data.length,
-            seed=recipe.seed,
-            mixer_options=dict(recipe.model.mixer_options),
-            pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
+    model = from_scratch(
+        model_size(recipe.model) if recipe.model.widths() else recipe.model.size,
+        recipe.model.mixer,
+        vocab_size=len(tokenizer),
+        max_length=recipe.data.length,
+        seed=recipe.seed,
+        mixer_options=dict(recipe.model.mixer_options),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     return model.to(device)
 
 

@@ -62,7 +62,8 @@ def test_padding_and_packing_do_not_count():
 
 def test_a_layer_without_use_is_warned_of_and_marked():
     model = mercer.attach(llama(), "random")
-    words = r"further from softmax: .*2 of 2 converted layers \({0-1}\) than the window alone; align them .*, give them a window, or leave their softmax"
+    words = r"further from softmax: .*2 of 2 converted layers \({0-1}\) than the window alone; "
+    words += r"align them \(mercer align\), give them a window, or leave their softmax"
     with pytest.warns(NumericalWarning, match=words):
         table = mercer.kernel_error(model, [tokens(2, 12)], window=11, sinks=1)
     assert "worse than a trivial one" in str(table)
