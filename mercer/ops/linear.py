@@ -16,7 +16,7 @@ from mercer.ops.checks import (
     repeat_heads,
     zero_padding,
 )
-from mercer.ops.linear_chunks import document_ids
+from mercer.ops.linear_chunks import document_ids, num_threads
 from mercer.ops.linear_definition import Definition, Sums, segment_after
 from mercer.ops.linear_logs import Factored, LogFeatures, arguments_of, dense, offset_of, outline
 from mercer.ops.linear_passes import linear_attention_op
@@ -124,7 +124,7 @@ def linear_attention(
     refuse_tangents(*logs, v, past.sums)
     o, _, sums, c, *_ = linear_attention_op(
         *logs, v, past.sums, past.c, mask, documents, past.segment, square, constant, causal, chunk_size,
-        any_grad(*logs, v, past.sums),
+        num_threads(), any_grad(*logs, v, past.sums),
     )  # fmt: skip
     return o.to(v.dtype), LinearState(sums=sums, c=c, segment=segment_after(documents, past))
 

@@ -5,6 +5,7 @@ Both are counted at the shift of a piece while they pass through it.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,10 +14,12 @@ from torch import Tensor
 from mercer.ops.linear_chunks import Documents, Piece, chunk_length, plan, plan_backwards
 from mercer.ops.linear_pieces import Part, Weights, add_matmul_, look_back_, matmul
 
+SHORT = 64  # of shorter chunks, the sums that enter them would take more room than queries, keys and values
 
-def keep_rows_(x: Float[Tensor, "N 1 Gh d"], keep: Bool[Tensor, "N n 1"]) -> Float[Tensor, "N 1 Gh d"]:
+
+def keep_rows_(x: Float[Tensor, "N Gn d"], keep: Bool[Tensor, "N n 1"]) -> Float[Tensor, "N Gn d"]:
     """Zero, in place, the rows that are not to be kept."""
-    x.view(x.shape[0], -1, keep.shape[1], x.shape[3]).masked_fill_(~keep[:, None], 0)
+    x.view(x.shape[0], -1, keep.shape[1], x.shape[2]).masked_fill_(~keep[:, None], 0)
     return x
 
 
@@ -25,7 +28,7 @@ def far_sums(
 ) -> Float[Tensor, "N Gh W"]:
     """Return what the rows of a block see of the sums that enter it."""
     out = torch.bmm(rows, entering.mT)
-    return out if parts is None else keep_rows_(out[:, None], parts.opening)[:, 0]
+    return out if parts is None else keep_rows_(out, parts.opening)
 
 
 def advance_(
@@ -58,7 +61,7 @@ def hand_back_(
     """Take the gradient of the sums, in place, back through a block; `grad` is that of its undivided sums of rows."""
     if parts is not None:
         grad_sums.mul_(parts.through)
-        grad = keep_rows_(grad[:, None].clone(), parts.opening)[:, 0]
+        grad = keep_rows_(grad.clone(), parts.opening)
     grad_sums.baddbmm_(grad.mT, rows)
 
 
@@ -98,19 +101,25 @@ class Kept:
 def kept_room(
     sums: Float[Tensor, "B Hk m W"], values: Float[Tensor, "B Hk S Dv"], chunk_size: int, *, keep: bool
 ) -> Float[Tensor, "B Hk chunks W1 m"]:
-    """Return room for what enters each chunk, or, unless `keep`, none."""
+    """Return room for what enters each chunk; none unless `keep`, nor for chunks so short that it would be large."""
     size = chunk_length(sums.device, chunk_size)
-    count = (values.shape[2] + size - 1) // size if keep else 0
-    return sums.new_empty(*sums.shape[:2], count, sums.shape[3] + 1, sums.shape[2])
+    return _room(sums.mT, values.shape[2], size) if keep and size >= SHORT else _room(sums.mT, 0, size)
+
+
+def _room(sums: Float[Tensor, "*N W m"], length: Any, size: int) -> Float[Tensor, "*N chunks W1 m"]:
+    """Return room for sums and scales as they enter chunks; `length` may be symbolic."""
+    return sums.new_empty(*sums.shape[:-2], (length + size - 1) // size, sums.shape[-2] + 1, sums.shape[-1])
 
 
 def kept_of(part: Part, room: Float[Tensor, "B Hk chunks W1 m"], heads: slice) -> Kept:
-    """Return what the forward pass kept of a part, or, if it was not asked to, that again; it uses up the sums then."""
+    """Return what the forward pass kept of a part.
+
+    If it kept nothing, as chunks were short or no gradient was in sight, that is worked out again, which carries the
+    sums of `part` on in place.
+    """
     if room.shape[2]:
         return Kept(room.flatten(0, 1)[heads])
-    count = -(-part.keys.length // part.size)
-    kept = Kept(part.sums.new_empty(len(part.sums), count, part.sums.shape[1] + 1, part.sums.shape[2]))
-    scale = part.scale
+    kept, scale = Kept(_room(part.sums, part.keys.length, part.size)), part.scale
     for number, pieces in enumerate(plan(part.keys, scale, part.tokens, part.size)):
         kept.put(number, part.sums, scale)
         for piece in pieces:
@@ -144,12 +153,14 @@ def _far_row_gradients(
     weights: Weights, values: Tensor, grad: Tensor, before: Float[Tensor, "N W m"], piece: Piece
 ) -> Float[Tensor, "N b Gh m"]:
     """Return the gradients of the weights of rows that come from the sums that enter their blocks."""
-    sums, grad_rows = before * piece.decay, torch.empty_like(weights.rows)
+    sums, grad_rows = before * piece.decay, weights.rows.new_empty(weights.rows.shape)
     for block in range(values.shape[1]):
         if block:
             sums.baddbmm_(values[:, block - 1].mT, weights.keys[:, block - 1])
         torch.bmm(grad[:, block], sums, out=grad_rows[:, block])
-    return grad_rows if piece.parts is None else keep_rows_(grad_rows, piece.parts.opening)
+    if piece.parts is not None:
+        keep_rows_(grad_rows.flatten(0, 1), piece.parts.opening)  # there is one block
+    return grad_rows
 
 
 def weight_gradients(

@@ -26,12 +26,18 @@ def chunk_length(device: torch.device, chunk_size: int) -> int:
     return min(chunk_size, CPU_CHUNK) if device.type == "cpu" else chunk_size
 
 
-def heads_at_once(device: torch.device, heads: int, row_bytes: int) -> int:
-    """Return how many heads to work together: all on an accelerator, few enough for the cache on a CPU."""
+@torch.compiler.assume_constant_result
+def num_threads() -> int:
+    """Return the threads there are; graphs that are compiled keep the number."""
+    return torch.get_num_threads()
+
+
+def heads_at_once(device: torch.device, heads: int, row_bytes: int, threads: int) -> int:
+    """Return how many heads to work together: all on an accelerator, few enough for the caches on a CPU."""
     if device.type != "cpu":
         return max(heads, 1)
     fitting = max(1, CACHE_BYTES // max(row_bytes, 1))
-    return max(1, min(heads, fitting * torch.get_num_threads()))
+    return max(1, min(heads, fitting * threads))
 
 
 def document_ids(

@@ -69,7 +69,7 @@ def _causal_backward(
         at, blocks, weights = piece.span, part.blocks(piece), part.weights(piece)
         values = part.values_at(at, blocks)
         grad = row_gradients(*(in_blocks(x[:, :, at], blocks) for x in results)).flatten(2, 3)
-        grad_values, grad_keys = matmul(weights.near.mT, grad[..., :-1]), torch.empty_like(weights.keys)
+        grad_values, grad_keys = matmul(weights.near.mT, grad[..., :-1]), weights.keys.new_empty(weights.keys.shape)
         to_shift_(grad_sums, piece)
         for block in reversed(range(blocks)):
             keys, value = (closing(x[:, block], piece.parts) for x in (weights.keys, values))
@@ -145,17 +145,32 @@ class _Gradients:
 _ARGUMENTS = (
     "Tensor log_q, Tensor? q_weight, Tensor log_k, Tensor? k_weight, Tensor? k_offset, Tensor v, Tensor sums, "
     "Tensor scale, Tensor? mask, Tensor? documents, Tensor last, float k_square, float k_constant, bool causal, "
-    "int chunk_size"
+    "int chunk_size, int threads"
 )
 
 
 def _problem(
-    log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, mask, documents, last, square, constant, causal, size
+    log_q,
+    q_weight,
+    log_k,
+    k_weight,
+    k_offset,
+    v,
+    sums,
+    scale,
+    mask,
+    documents,
+    last,
+    square,
+    constant,
+    causal,
+    size,
+    threads,
 ) -> Problem:
     count = v.shape[0] * v.shape[1]
     rows, keys = Logs.of(log_q, q_weight, count), Logs.of(log_k, k_weight, count, offset=k_offset)
     keys = replace(keys, square=square, constant=constant)
-    return Problem.of(rows, keys, v, sums, scale, mask, documents, last, causal, size, BLOCK)
+    return Problem.of(rows, keys, v, sums, scale, mask, documents, last, causal, size, threads, BLOCK)
 
 
 @torch.library.custom_op(
@@ -165,7 +180,7 @@ def _problem(
 )
 def linear_attention_op(
     log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, mask, documents, last, k_square, k_constant, causal,
-    chunk_size, keep,
+    chunk_size, threads, keep,
 ):  # fmt: skip
     """Return o, one over the weight of each row, sums and their scale after the last token, log weights, and `Kept`.
 
@@ -178,7 +193,7 @@ def linear_attention_op(
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
     room = kept_room(sums, v, chunk_size, keep=keep and causal)
     with full_precision(log_q.device):
-        others = (new_sums, scale, mask, documents, last, k_square, k_constant, causal, chunk_size)
+        others = (new_sums, scale, mask, documents, last, k_square, k_constant, causal, chunk_size, threads)
         problem = _problem(log_q, q_weight, log_k, k_weight, k_offset, v, *others)
         folded, kept = [fold(x, len(problem.values)) for x in (o, inverse, log_total)], Kept(room.flatten(0, 1))
         for stretch in problem.stretches():
@@ -193,19 +208,19 @@ def linear_attention_op(
 @torch.library.custom_op(
     "mercer::linear_attention_backward",
     mutates_args=(),
-    schema="(Tensor grad_o, Tensor grad_sums, Tensor grad_log_total, Tensor o, Tensor inverse, Tensor kept, "
+    schema="(Tensor grad_o, Tensor grad_sums, Tensor grad_log_total, Tensor o, Tensor inverse, Tensor room, "
     f"bool[] weigh, {_ARGUMENTS}) -> Tensor[]",
 )
 def _backward_op(
     grad_o, grad_sums, grad_log_total, o, inverse, room, weigh, log_q, q_weight, log_k, k_weight, k_offset, v, sums,
-    scale, mask, documents, last, k_square, k_constant, causal, size,
+    scale, mask, documents, last, k_square, k_constant, causal, size, threads,
 ):  # fmt: skip
     """Return the gradients of the arguments up to sums that are given; zeros for weights that do not `weigh`."""
     grad_v, grad_before = v.new_empty(v.shape), sums.new_zeros(sums.shape)
     grad_offset = None if k_offset is None else torch.empty_like(k_offset, memory_format=torch.contiguous_format)
     with full_precision(log_q.device):
         logs = (log_q, q_weight, log_k, k_weight, k_offset)
-        problem = _problem(*logs, v, sums, scale, mask, documents, last, k_square, k_constant, causal, size)
+        problem = _problem(*logs, v, sums, scale, mask, documents, last, k_square, k_constant, causal, size, threads)
         count = len(problem.values)
         folded = [fold(x, count) for x in (grad_o, o, inverse, grad_log_total)]
         rows = LogGradients.like(log_q, q_weight, count, weigh=weigh[0])
@@ -230,18 +245,18 @@ def _backward_op(
 @linear_attention_op.register_fake
 def _(log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, *others):
     o, inverse, log_total = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1, 1))
-    causal, chunk_size, keep = others[-3:]
+    causal, chunk_size, _, keep = others[-4:]
     room = kept_room(sums, v, chunk_size, keep=keep and causal)
     return o, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape), log_total, room
 
 
 @_backward_op.register_fake
-def _(grad_o, grad_sums, grad_log_total, o, inverse, kept, weigh, *arguments):
+def _(grad_o, grad_sums, grad_log_total, o, inverse, room, weigh, *arguments):
     return [x.new_empty(x.shape) for x in arguments[:7] if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.square, ctx.constant, ctx.causal, ctx.size, _ = inputs
+    *tensors, ctx.square, ctx.constant, ctx.causal, ctx.size, ctx.threads, _ = inputs
     ctx.save_for_backward(output[0], output[1], output[5], *tensors)
     ctx.set_materialize_grads(False)  # one of the last output would be as large as the rest together
 
@@ -253,9 +268,9 @@ def _differentiate(ctx, grad_o, grad_inverse, grad_sums, grad_scale, grad_log_to
     )
     grad_sums = arguments[6].new_zeros(arguments[6].shape) if grad_sums is None else grad_sums
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    others = (*arguments, ctx.square, ctx.constant, ctx.causal, ctx.size)
+    others = (*arguments, ctx.square, ctx.constant, ctx.causal, ctx.size, ctx.threads)
     grads = iter(_backward_op(grad_o, grad_sums, grad_log_total, o, inverse, kept, weigh, *others))
-    return *(None if x is None else next(grads) for x in arguments[:7]), *[None] * 9
+    return *(None if x is None else next(grads) for x in arguments[:7]), *[None] * 10
 
 
 linear_attention_op.register_autograd(_differentiate, setup_context=_save)

@@ -62,9 +62,12 @@ class Part:
         return self.keys.length if self.rows is None else self.rows.length
 
     def blocks(self, piece: Piece) -> int:
-        """Return into how many blocks a piece is divided: one on an accelerator, and where documents begin inside."""
+        """Return into how many blocks a piece is divided.
+
+        One on an accelerator, where documents begin inside, and where its length is no multiple of a block.
+        """
         length = piece.stop - piece.start
-        whole = piece.parts is not None or self.sums.device.type != "cpu" or length % self.block
+        whole = piece.parts is not None or self.sums.device.type != "cpu" or length % self.block > 0
         return 1 if whole else length // self.block
 
     def spans(self, length: int) -> Iterator[slice]:
@@ -163,17 +166,18 @@ class Problem:
     causal: bool
     size: int
     block: int
+    threads: int
 
     @classmethod
     def of(
-        cls, rows: Logs | None, keys: Logs, v, sums, scale, mask, documents, last, causal, chunk_size, block
+        cls, rows: Logs | None, keys: Logs, v, sums, scale, mask, documents, last, causal, chunk_size, threads, block
     ) -> "Problem":
         """Fold the heads of the rest."""
         occupied = (scale > FLOOR).flatten(1).any(1)
         tokens = tokens_of(mask, documents, last, occupied, v.shape[1])
         values, sums, scale = (x.flatten(0, 1) for x in (v, sums, scale))
         size = chunk_length(v.device, chunk_size)
-        return cls(rows, keys, values, sums, scale, tokens, last.shape[0], causal, size, block)
+        return cls(rows, keys, values, sums, scale, tokens, last.shape[0], causal, size, block, threads)
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield a few heads at a time, so that a chunk of them stays in the cache; without causality, each document."""
@@ -183,7 +187,7 @@ class Problem:
         if self.causal or self.tokens.runs is None or not length:
             row_bytes = (1 if self.rows is None else self.rows.x.shape[1]) + 1
             row_bytes *= self.keys.features * self.scale.element_size()
-            step = heads_at_once(self.scale.device, count, min(self.size, length) * row_bytes)
+            step = heads_at_once(self.scale.device, count, min(self.size, length) * row_bytes, self.threads)
             for start in range(0, count, step):
                 heads = slice(start, min(start + step, count))
                 yield Stretch(heads, slice(None), self.tokens.of_heads(heads.start, heads.stop), True, True)
@@ -201,7 +205,7 @@ class Problem:
         """Cut a stretch out, with a copy of the sums."""
         heads, span, tokens = stretch.heads, stretch.span, stretch.tokens
         rows, keys = self.rows and self.rows.part(heads, span), self.keys.part(heads, span, tokens.real)
-        sums, scale = self.sums[heads].mT.contiguous(), self.scale[heads]
+        sums, scale = self.sums[heads].mT.clone(memory_format=torch.contiguous_format), self.scale[heads]
         if not stretch.opens:
             sums, scale = torch.zeros_like(sums), torch.full_like(scale, FLOOR)
         return Part(rows, keys, self.values[heads, span], sums, scale, tokens, self.size, self.block)
@@ -217,10 +221,10 @@ def matmul(x: Float[Tensor, "N b k l"], y: Float[Tensor, "N b l n"]) -> Float[Te
     return torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).view(*x.shape[:3], y.shape[3])
 
 
-def add_matmul_(sum: Float[Tensor, "N b k n"], x: Float[Tensor, "N b k l"], y: Float[Tensor, "N b l n"]) -> Tensor:
+def add_matmul_(out: Float[Tensor, "N b k n"], x: Float[Tensor, "N b k l"], y: Float[Tensor, "N b l n"]) -> Tensor:
     """Add the products of the matrices of all blocks, in place."""
-    sum.view(-1, *sum.shape[2:]).baddbmm_(x.flatten(0, 1), y.flatten(0, 1))
-    return sum
+    out.view(-1, *out.shape[2:]).baddbmm_(x.flatten(0, 1), y.flatten(0, 1))
+    return out
 
 
 def look_back_(weights: Float[Tensor, "N b Gh h"], groups: int, parts: Documents | None) -> Tensor:

@@ -17,7 +17,7 @@ from mercer.ops.checks import (
     repeat_heads,
     zero_padding,
 )
-from mercer.ops.linear_chunks import document_ids
+from mercer.ops.linear_chunks import document_ids, num_threads
 from mercer.ops.linear_definition import Definition, Sums, segment_after
 from mercer.ops.linear_logs import Factored, LogFeatures, arguments_of, dense, offset_of, outline
 from mercer.ops.linear_solve_passes import linear_kernel_solve_op
@@ -155,7 +155,7 @@ def linear_kernel_solve(
     refuse_tangents(*logs, right, ridge_, past.sums, *scales)
     u, _, sums, c, _ = linear_kernel_solve_op(
         *logs, *scales, right, ridge_, past.sums, past.c, mask, documents, past.segment, chunk_size,
-        any_grad(*logs, *scales, right, ridge_, past.sums),
+        num_threads(), any_grad(*logs, *scales, right, ridge_, past.sums),
     )  # fmt: skip
     state = LinearSolveState(sums=sums, c=c, segment=segment_after(documents, past))
     return u.to(rhs.dtype), state

@@ -44,7 +44,7 @@ def _totals(weights: Weights, z: Float[Tensor, "N m"], parts: Documents | None) 
     """Return the weight of all keys that each row sees, given the sum z that enters the piece."""
     before = torch.cat([z[:, None], weights.keys[:, :-1].sum(2)], 1).cumsum(1)
     far = (weights.rows * before[:, :, None]).sum(-1, keepdim=True)
-    far = far if parts is None else keep_rows_(far, parts.opening)
+    far = far if parts is None else keep_rows_(far[:, 0], parts.opening)[:, None]
     return far.add_(weights.near.sum(-1, keepdim=True))
 
 
@@ -121,7 +121,7 @@ def _adjoint_(
     Returns the solution g, the gradient of the undivided sums of rows, and what the weights of keys get from the sums
     that leave their blocks; `grad_sums` goes back through the piece in place.
     """
-    g, grad_keys = torch.empty_like(solved.grad_u), torch.empty_like(weights.keys)
+    g, grad_keys = (x.new_empty(x.shape) for x in (solved.grad_u, weights.keys))
     grad = g.new_empty(*g.shape[:3], g.shape[3] + 1)
     systems = _systems_(weights.near, solved.inverse, solved.ridge)
     to_shift_(grad_sums, piece)
@@ -171,16 +171,19 @@ def _of_product(keys: Logs, piece: Piece, grad: Tensor, outs: _Gradients) -> Flo
 
 _ARGUMENTS = (
     "Tensor log_rows, Tensor? rows_weight, Tensor? log_cols, Tensor? cols_weight, Tensor? factor, Tensor? offset, "
-    "Tensor rhs, Tensor ridge, Tensor sums, Tensor scale, Tensor? mask, Tensor? documents, Tensor last, int chunk_size"
+    "Tensor rhs, Tensor ridge, Tensor sums, Tensor scale, Tensor? mask, Tensor? documents, Tensor last, "
+    "int chunk_size, int threads"
 )
 
 
-def _problem(rows, rows_weight, cols, cols_weight, factor, offset, rhs, sums, scale, mask, documents, last, size):
+def _problem(
+    rows, rows_weight, cols, cols_weight, factor, offset, rhs, sums, scale, mask, documents, last, size, threads
+):
     count = rhs.shape[0] * rhs.shape[1]
     rows_of = None if cols is None else Logs.of(rows, rows_weight, count)
     keys = (rows, rows_weight) if cols is None else (cols, cols_weight)
     keys = Logs.of(*keys, count, factor, offset, tied=cols is None)
-    return Problem.of(rows_of, keys, rhs, sums, scale, mask, documents, last, True, size, BLOCK)
+    return Problem.of(rows_of, keys, rhs, sums, scale, mask, documents, last, True, size, threads, BLOCK)
 
 
 @torch.library.custom_op(
@@ -190,7 +193,7 @@ def _problem(rows, rows_weight, cols, cols_weight, factor, offset, rhs, sums, sc
 )
 def linear_kernel_solve_op(
     log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs, ridge, sums, scale, mask, documents, last,
-    chunk_size, keep,
+    chunk_size, threads, keep,
 ):  # fmt: skip
     """Return u, one over the weight of each row, the sums and their scale after the last token, and `Kept`.
 
@@ -202,11 +205,12 @@ def linear_kernel_solve_op(
     room = kept_room(sums, rhs, chunk_size, keep=keep)
     with full_precision(rhs.device):
         logs = (log_rows, rows_weight, log_cols, cols_weight, factor, offset)
-        problem = _problem(*logs, rhs, new_sums, scale, mask, documents, last, chunk_size)
-        scales, kept, *of_tokens = (x.flatten(0, 1) for x in (new_scale, room, rhs, ridge, u, inverse))
+        problem = _problem(*logs, rhs, new_sums, scale, mask, documents, last, chunk_size, threads)
+        kept = Kept(room.flatten(0, 1))
+        scales, *of_tokens = (x.flatten(0, 1) for x in (new_scale, rhs, ridge, u, inverse))
         for stretch in problem.stretches():
             at, part = stretch.heads, problem.part(stretch)
-            scales[at] = _forward(part, Kept(kept[at]), *(x[at] for x in of_tokens))
+            scales[at] = _forward(part, kept.of_heads(at), *(x[at] for x in of_tokens))
             problem.sums[at] = part.sums.mT
     return u, inverse, new_sums, new_scale, room
 
@@ -214,12 +218,12 @@ def linear_kernel_solve_op(
 @torch.library.custom_op(
     "mercer::linear_kernel_solve_backward",
     mutates_args=(),
-    schema="(Tensor grad_u, Tensor grad_sums, Tensor u, Tensor inverse, Tensor kept, bool[] weigh, "
+    schema="(Tensor grad_u, Tensor grad_sums, Tensor u, Tensor inverse, Tensor room, bool[] weigh, "
     f"{_ARGUMENTS}) -> Tensor[]",
 )
 def _backward_op(
     grad_u, grad_sums, u, inverse, room, weigh, log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs,
-    ridge, sums, scale, mask, documents, last, chunk_size,
+    ridge, sums, scale, mask, documents, last, chunk_size, threads,
 ):  # fmt: skip
     """Return the gradients of the arguments up to sums that are given; zeros for weights that do not `weigh`."""
     right, ridges, entering = (x.new_empty(x.shape) for x in (rhs, ridge, sums))
@@ -227,7 +231,7 @@ def _backward_op(
         grad_u = grad_u.masked_fill(~mask[:, None, :, None], 0)
     with full_precision(rhs.device):
         logs = (log_rows, rows_weight, log_cols, cols_weight, factor, offset)
-        problem = _problem(*logs, u, sums, scale, mask, documents, last, chunk_size)
+        problem = _problem(*logs, u, sums, scale, mask, documents, last, chunk_size, threads)
         smooth = torch.addcmul(rhs, ridge[..., None], u, value=-1)
         solved = _Solved(*(x.flatten(0, 1) for x in (ridge, u, inverse, grad_u, smooth)))
         count = len(solved.u)
@@ -248,17 +252,17 @@ def _backward_op(
 @linear_kernel_solve_op.register_fake
 def _(log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs, ridge, sums, scale, *others):
     u, inverse = sums.new_empty(rhs.shape), sums.new_empty(*rhs.shape[:3], 1)
-    room = kept_room(sums, rhs, others[-2], keep=others[-1])
+    room = kept_room(sums, rhs, others[-3], keep=others[-1])
     return u, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape), room
 
 
 @_backward_op.register_fake
-def _(grad_u, grad_sums, u, inverse, kept, weigh, *arguments):
+def _(grad_u, grad_sums, u, inverse, room, weigh, *arguments):
     return [x.new_empty(x.shape) for x in arguments[:9] if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.size, _ = inputs
+    *tensors, ctx.size, ctx.threads, _ = inputs
     ctx.save_for_backward(output[0], output[1], output[4], *tensors)
     ctx.set_materialize_grads(False)  # one of the last output would be as large as the rest together
 
@@ -268,8 +272,8 @@ def _differentiate(ctx, grad_u, grad_inverse, grad_sums, grad_scale, grad_kept):
     grad_u = torch.zeros_like(u) if grad_u is None else grad_u
     grad_sums = torch.zeros_like(arguments[8]) if grad_sums is None else grad_sums
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    grads = iter(_backward_op(grad_u, grad_sums, u, inverse, kept, weigh, *arguments, ctx.size))
-    return *(None if x is None else next(grads) for x in arguments[:9]), *[None] * 6
+    grads = iter(_backward_op(grad_u, grad_sums, u, inverse, kept, weigh, *arguments, ctx.size, ctx.threads))
+    return *(None if x is None else next(grads) for x in arguments[:9]), *[None] * 7
 
 
 linear_kernel_solve_op.register_autograd(_differentiate, setup_context=_save)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mercer.ops.checks import any_grad, compute_dtype, full_precision, refuse_tangents, zero_padding
 from mercer.ops.linear import LinearState, log_arguments
-from mercer.ops.linear_chunks import FLOOR, document_ids
+from mercer.ops.linear_chunks import FLOOR, document_ids, num_threads
 from mercer.ops.linear_definition import Sums
 from mercer.ops.linear_logs import LogFeatures, offset_of, outline
 from mercer.ops.linear_passes import linear_attention_op
@@ -143,7 +143,7 @@ def _far(
     refuse_tangents(*logs, v)
     o, _, sums, c, log_total, _ = linear_attention_op(
         *logs, v, past_sums.sums, past_sums.c, rows, documents, entering, square, constant, True, chunk_size,
-        any_grad(*logs, v, past_sums.sums),
+        num_threads(), any_grad(*logs, v, past_sums.sums),
     )  # fmt: skip
     row_offset = offset_of(log_q, log_total.dtype)  # which the operator left out
     if row_offset is not None:

@@ -3,19 +3,21 @@
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mercer.ops import linear_passes, linear_solve_passes
+from mercer.ops import linear_carry, linear_passes, linear_solve_passes
 
 BLOCKS = {module: module.BLOCK for module in (linear_passes, linear_solve_passes)}
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
+    monkeypatch.setattr(linear_carry, "SHORT", 1)
     for module in BLOCKS:
         monkeypatch.setattr(module, "BLOCK", 4)
 
 
 @pytest.fixture
-def whole_blocks(monkeypatch):
+def whole_block(monkeypatch):
+    """Undo `small_blocks`; returns the longer one."""
     for module, block in BLOCKS.items():
         monkeypatch.setattr(module, "BLOCK", block)
     return max(BLOCKS.values())

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mercer.mixers.base import map_state
+from mercer.ops import linear, linear_carry
 from mercer.ops.linear import LinearState, check_linear, linear_attention, linear_attention_naive
 
 CHUNK = 8
@@ -71,18 +72,89 @@ def test_the_chunk_size_changes_nothing(chunk_size):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_chunks_of_several_blocks(packed, padded, whole_blocks):
-    length = 4 * whole_blocks + 9
+def test_chunks_of_several_blocks(packed, padded, whole_block):
+    length = 4 * whole_block + 9
     mask = torch.rand(1, length) > 0.2 if padded else None
-    segments = (torch.arange(length) >= 2 * whole_blocks + 5).long()[None] if packed else None
+    segments = (torch.arange(length) >= 2 * whole_block + 5).long()[None] if packed else None
     state = draw_state(batch=1, kv_heads=1)
     inputs = draw(length, batch=1, heads=2, kv_heads=1)
-    assert_fast_is_naive(inputs, chunk_size=2 * whole_blocks, mask=mask, segments=segments, state=state)
+    assert_fast_is_naive(inputs, chunk_size=2 * whole_block, mask=mask, segments=segments, state=state)
+
+
+LAYOUTS = {
+    "heads last": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "features first": lambda x: x.mT.contiguous().mT,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_layouts_of_memory_do_not_matter_across_blocks(layout, batch):
+    inputs = draw(batch=batch)
+    laid_out = [LAYOUTS[layout](x.detach()).requires_grad_() for x in inputs]
+    assert not laid_out[0].is_contiguous()
+    plain, same = (value_and_gradients(linear_attention, x, chunk_size=CHUNK) for x in (inputs, laid_out))
+    for expected, got in zip(plain, same, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("features", [1, 7])
+def test_a_backward_pass_leaves_its_inputs_alone_and_can_be_repeated(causal, kept, features, monkeypatch):
+    if not kept:
+        monkeypatch.setattr("mercer.ops.linear.any_grad", lambda *tensors: False)
+    state = draw_state(features=features)
+    transposed = state.sums.detach().mT.contiguous().mT.requires_grad_()  # the way round they are worked with
+    state = LinearState(sums=transposed, c=state.c, segment=state.segment)
+    inputs, before = draw(features=features), transposed.detach().clone()
+    o, _ = linear_attention(*inputs, state=state, causal=causal, chunk_size=CHUNK)
+    first, second = (torch.autograd.grad(o.sin().sum(), (*inputs, transposed), retain_graph=True) for _ in range(2))
+    assert torch.equal(transposed, before)
+    for expected, got in zip(first, second, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_threads_may_change_between_the_passes():
+    """Heads worked together share the places where chunks are cut; with one head 600 nats out the cuts matter."""
+    inputs = draw(128, batch=1, heads=8, kv_heads=8, features=256)
+    with torch.no_grad():
+        inputs[1][0, 3, 64] += 600
+    results = []
+    for threads in (1, 2):
+        o, _ = linear_attention(*inputs)  # one thread works four heads at a time here, two work eight
+        torch.set_num_threads(threads)
+        results.append(torch.autograd.grad(o.sin().sum(), inputs))
+        torch.set_num_threads(1)
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_sums_are_kept_for_gradients_alone_and_not_of_short_chunks(monkeypatch):
+    monkeypatch.setattr(linear_carry, "SHORT", 4)
+    inputs, rooms = draw(), []
+
+    def watched(*arguments):
+        results = op(*arguments)
+        rooms.append(results[5].shape[2])
+        return results
+
+    op = linear.linear_attention_op
+    monkeypatch.setattr(linear, "linear_attention_op", watched)
+    linear_attention(*inputs, chunk_size=8)
+    linear_attention(*inputs, chunk_size=3)
+    linear_attention(*inputs, causal=False)
+    with torch.no_grad():
+        linear_attention(*inputs, chunk_size=8)
+    assert rooms == [3, 0, 0, 0]
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_are_the_same_if_nothing_was_kept_for_them(causal, monkeypatch):
     inputs, options = draw(), {"state": draw_state(), "causal": causal, "mask": torch.stack([MASKS["left"]] * 2)}
+    options["segments"] = torch.tensor(SEGMENTS["three"])
+    with torch.no_grad():
+        inputs[1][0, 1, 6] += 900  # its chunk is halved
     kept = value_and_gradients(linear_attention, inputs, chunk_size=CHUNK, **options)
     monkeypatch.setattr("mercer.ops.linear.any_grad", lambda *tensors: False)
     again = value_and_gradients(linear_attention, inputs, chunk_size=CHUNK, **options)
@@ -357,7 +429,7 @@ def test_the_operator_is_registered_rightly():
     for masks in ((None, None), (mask, torch.zeros(2, 9, dtype=torch.long))):
         dense, factors = (inputs[0], None, inputs[1], None, None), (x_q, weights[0], x_k, weights[1], offset)
         for logs, floats in ((dense, (0.0, 0.0)), (factors, (-0.5, 0.3))):
-            arguments = (*logs, inputs[2], state.sums, state.c, *masks, state.segment, *floats, True, 4)
+            arguments = (*logs, inputs[2], state.sums, state.c, *masks, state.segment, *floats, True, 4, 1)
             for keep in (False, True):
                 torch.library.opcheck(linear_attention_op, (*arguments, keep))
 

@@ -68,16 +68,32 @@ def test_the_chunk_size_changes_nothing(chunk_size):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_chunks_of_several_blocks(packed, padded, whole_blocks):
-    length = 4 * whole_blocks + 9
+def test_chunks_of_several_blocks(packed, padded, whole_block):
+    length = 4 * whole_block + 9
     mask = torch.rand(1, length) > 0.2 if padded else None
-    segments = (torch.arange(length) >= 2 * whole_blocks + 5).long()[None] if packed else None
+    segments = (torch.arange(length) >= 2 * whole_block + 5).long()[None] if packed else None
     state, inputs = draw_state(batch=1, heads=2), draw(length, batch=1, heads=2, col_heads=1)
-    assert_fast_is_naive(inputs, chunk_size=2 * whole_blocks, tolerance=1e-8, mask=mask, segments=segments, state=state)
+    assert_fast_is_naive(inputs, chunk_size=2 * whole_block, tolerance=1e-8, mask=mask, segments=segments, state=state)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_layouts_of_memory_do_not_matter_across_blocks(tied):
+    results = []
+    for layout in (torch.clone, lambda x: x.mT.contiguous().mT):
+        torch.manual_seed(3)
+        log_rows, log_cols, rhs, ridge = draw(col_heads=4)
+        rows, cols, right = (layout(x.detach()).requires_grad_() for x in (log_rows, log_cols, rhs))
+        u, _ = linear_kernel_solve(rows, rows if tied else cols, right, ridge=ridge, chunk_size=CHUNK)
+        results.append([u, *torch.autograd.grad(u.sin().sum(), (rows, right) if tied else (rows, cols, right))])
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 def test_gradients_are_the_same_if_nothing_was_kept_for_them(monkeypatch):
     inputs, options = draw(), {"state": draw_state(), "mask": torch.stack([MASKS["left"]] * 2)}
+    options["segments"] = torch.tensor(SEGMENTS["three"])
+    with torch.no_grad():
+        inputs[1][0, 1, 6] += 900  # its chunk is halved
     kept = value_and_gradients(linear_kernel_solve, inputs, chunk_size=CHUNK, **options)
     monkeypatch.setattr("mercer.ops.linear_solve.any_grad", lambda *tensors: False)
     again = value_and_gradients(linear_kernel_solve, inputs, chunk_size=CHUNK, **options)
@@ -350,7 +366,7 @@ def test_the_operator_is_registered_rightly():
         logs += [(x, weight, x, weight, None, scales[0]), (x, weight, None, None, *scales)]
         for given in logs:
             for keep in (False, True):
-                arguments = (*given, *rest, state.sums, state.c, *masks, state.segment, 4, keep)
+                arguments = (*given, *rest, state.sums, state.c, *masks, state.segment, 4, 1, keep)
                 torch.library.opcheck(linear_kernel_solve_op, arguments)
 
 

@@ -478,7 +478,7 @@ def test_the_log_weight_of_linear_attention_has_a_gradient():
         nothing = torch.full((2, 2, 6), -1e30).double()
         last = torch.zeros(2, dtype=torch.long)
         got = linear_attention_op(
-            log_q, None, log_k, None, None, v, sums, nothing, None, None, last, 0.0, 0.0, causal, 8, True
+            log_q, None, log_k, None, None, v, sums, nothing, None, None, last, 0.0, 0.0, causal, 8, 1, True
         )[4]
         pairs = torch.logsumexp(log_q[..., :, None, :] + log_k[..., None, :, :], -1)
         hidden = torch.ones(20, 20, dtype=torch.bool).triu(1) & causal
