@@ -81,7 +81,7 @@ def linear_attention(
     """Average values with the weights w_ij = sum_f exp(log_q_if + log_k_jf), in linear time.
 
     `o_i = sum_j w_ij v_j / sum_j w_ij` over the tokens j that i sees, and 0 where it sees none: equal to
-    `linear_attention_naive`. Inside a chunk weights are formed; what lies before it enters through carried sums. Every
+    `linear_attention_naive`. Inside a block of tokens weights are formed; what lies before it enters through carried sums. Every
     feature is counted relative to a running maximum that cancels exactly, so nothing is added to any weight.
 
     Args:
@@ -92,7 +92,7 @@ def linear_attention(
         mask: True = real token, over the new tokens; padded tokens are seen by none, and give 0.
         segments: equal = same packed document; a document is one run of tokens. Continues the state's if it starts so.
         state: what an earlier call returned.
-        chunk_size: tokens worked together.
+        chunk_size: tokens that share a scale, at most; on a CPU no more than 128 do.
 
     Returns:
         The averages, in the dtype of v, and the state after the last token.
@@ -100,8 +100,9 @@ def linear_attention(
     Raises:
         ValueError: shapes do not fit together, or a segment comes back after another one.
 
-    Cost: O(B H T m (Dv + chunk_size)) time; the backward pass, which is written by hand, recomputes everything from
-    inputs, outputs and one number a row, and cannot itself be differentiated.
+    Cost: O(B H T m (Dv + chunk_size)) time. The backward pass, which is written by hand and cannot itself be
+    differentiated, recomputes weights from inputs, outputs, one number a row and the sums that entered each chunk of
+    at least 64 tokens: m (Dv + 2) numbers a chunk and key head.
 
     Source: DARKFormer (arXiv:2603.04127), phi(q) (phi(k)' v) / (phi(q) (phi(k)' 1)); log_q = log phi(q), m = features.
 

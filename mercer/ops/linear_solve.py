@@ -98,8 +98,8 @@ def linear_kernel_solve(
     """Solve the causal kernel system (P + diag(ridge)) u = rhs with feature-space weights P, in linear time.
 
     `P_ij = w_ij / sum_j w_ij`, `w_ij = sum_f exp(log_rows_if + log_cols_jf)` over j <= i: Cubit's system with a feature
-    map in place of the exponential kernel. Equal to `linear_kernel_solve_naive`; what lies before a chunk enters
-    through carried sums, `u_t = (rhs_t - phi(row_t)' S / n_t) / (P_tt + ridge)`, and inside a chunk one triangular
+    map in place of the exponential kernel. Equal to `linear_kernel_solve_naive`; what lies before a block of tokens
+    enters through carried sums, `u_t = (rhs_t - phi(row_t)' S / n_t) / (P_tt + ridge)`, and inside it one triangular
     system is solved. Through features the diagonal is no longer the largest weight of its row, so the ridge carries
     the stability: 0.1 is a good start.
 
@@ -112,7 +112,7 @@ def linear_kernel_solve(
         mask: True = real token, over the new tokens; padded tokens are seen by none, and their u is 0.
         segments: equal = same packed document; a document is one run of tokens. Continues the state's if it starts so.
         state: what an earlier call returned.
-        chunk_size: tokens solved together.
+        chunk_size: tokens that share a scale, at most; on a CPU no more than 128 do.
 
     Returns:
         u of as many heads as the widest input has, in the dtype of rhs, and the state after the last token.
@@ -120,8 +120,9 @@ def linear_kernel_solve(
     Raises:
         ValueError: shapes do not fit together, or a segment comes back after another one.
 
-    Cost: O(B H T m (Dv + chunk_size)) time; the backward pass, which is written by hand, recomputes everything from
-    inputs, u and one number a row, and cannot itself be differentiated.
+    Cost: O(B H T m (Dv + chunk_size)) time. The backward pass, which is written by hand and cannot itself be
+    differentiated, recomputes weights from inputs, u, one number a row and the sums that entered each chunk of at
+    least 64 tokens: m (Dv + 2) numbers a chunk and head.
 
     Source: Cubit (arXiv:2605.06501), eq. 9-11, with phi(r).phi(r_unit) in place of exp(r.r_unit): ours.
 
