@@ -138,10 +138,15 @@ def pieces_backwards(part: Part, kept: Kept) -> Iterator[tuple[Piece, Tensor]]:
 
 
 def row_gradients(
-    grad_o: Float[Tensor, "*N Dv"], o: Float[Tensor, "*N Dv"], inverse: Tensor, grad_log_total: Tensor | None = None
+    grad_o: Float[Tensor, "*N Dv"],
+    o: Float[Tensor, "*N Dv"],
+    inverse: Float[Tensor, "*N 1"],
+    grad_log_total: Float[Tensor, "*N 1"] | None = None,
+    *,
+    out: Float[Tensor, "*N W"] | None = None,
 ) -> Float[Tensor, "*N W"]:
     """Return the gradient of the undivided sums of rows."""
-    grad = grad_o.new_empty(*grad_o.shape[:-1], grad_o.shape[-1] + 1)
+    grad = grad_o.new_empty(*grad_o.shape[:-1], grad_o.shape[-1] + 1) if out is None else out
     torch.mul(grad_o, inverse, out=grad[..., :-1])
     torch.sum(grad[..., :-1] * o, -1, keepdim=True, out=grad[..., -1:]).neg_()
     if grad_log_total is not None:

@@ -62,7 +62,7 @@ def near_far_attention(
     Raises:
         ValueError: shapes do not fit together, or a segment comes back after another one.
 
-    Cost: O(B H T ((window + sinks) (D + Dv) + m (Dv + chunk_size))) time, O(B H T (D + Dv + m Dv / chunk_size)) memory,
+    Cost: O(B H T ((window + sinks) (D + Dv) + m (Dv + chunk_size))) time, O(B H T (D + Dv + m Dv / chunk_size)) memory
     with m more a token where features are not `Factored`. The backward passes are written by hand and cannot themselves
     be differentiated.
 
