@@ -72,8 +72,8 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(
-            "this operator has no forward-mode derivative (jvp, jacfwd, hessian); use reverse mode (torch.autograd.grad), "
-            "or its definition, which is called like it with _naive at the end"
+            "this operator has no forward-mode derivative (jvp, jacfwd, hessian); use reverse mode "
+            "(torch.autograd.grad), or its definition, which is called like it with _naive at the end"
         )
 
 

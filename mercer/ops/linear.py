@@ -82,7 +82,7 @@ def linear_attention(
 
     `o_i = sum_j w_ij v_j / sum_j w_ij` over the tokens j that i sees, and 0 where it sees none: equal to
     `linear_attention_naive`. Inside a block of tokens weights are formed; what lies before it enters through carried
-    sums. Every feature is counted relative to a running maximum that cancels exactly, so nothing is added to any weight.
+    sums. Every feature is counted relative to a running maximum that cancels exactly: nothing is added to any weight.
 
     Args:
         log_q: log features of the queries, H a multiple of Hk; `Factored` ones are not written to memory on a CPU.
