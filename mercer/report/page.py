@@ -1,20 +1,18 @@
 """One HTML page that needs nothing else: styles, figures and numbers inside, every string escaped."""
 
-import base64
 import json
 from collections.abc import Iterable, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, StrictUndefined
 
 from mercer.report.figures import Figure, group_figures
 from mercer.report.groups import BASELINE, Group, group_runs, status_of
 from mercer.report.statistics import estimate, usable
-from mercer.report.style import DARK, LIGHT
+from mercer.report.style import LIGHT
 from mercer.report.table import HEADERS, Row, cells, group_rows, markdown_table, memory, quantity
+from mercer.report.template import render_page, shown
 from mercer.train.record import Run
 
 _TONES = {
@@ -57,11 +55,7 @@ def write_report(runs: Sequence[Run], out: str | Path, title: str = "Attention m
         sections.append(_section(group, figures))
     rows = [row for group in groups for row in group_rows(group)]
     (out / "table.md").write_text(markdown_table(rows), encoding="utf-8")
-    template = resources.files("mercer.report").joinpath("page.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string(template).render(
-        title=title, subtitle=_subtitle(runs), sections=sections, headers=HEADERS
-    )
+    page = render_page("report/page.html", title=title, subtitle=_subtitle(runs), sections=sections, headers=HEADERS)
     path = out / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
@@ -84,19 +78,7 @@ def _section(group: Group, figures: list[Figure]) -> dict[str, Any]:
         "caution": _caution(rows),
         "notes": group.notes,
         "rows": [{"cells": _page_cells(row), "tone": _TONES.get(row.verdict, "")} for row in rows],
-        "figures": [
-            {
-                "name": figure.name,
-                "title": figure.title,
-                "alt": figure.alt,
-                "caption": figure.caption,
-                "header": figure.header,
-                "data": figure.data,
-                "light": _data_uri(figure.render(LIGHT, "svg")),
-                "dark": _data_uri(figure.render(DARK, "svg")),
-            }
-            for figure in figures
-        ],
+        "figures": [shown(figure) for figure in figures],
         "runs": _run_lines(group),
         "commands": list(dict.fromkeys(run.command for run in group.runs)),
         "facts": _facts(group),
@@ -113,10 +95,6 @@ def _page_cells(row: Row) -> list[tuple[str, str]]:
     texts = cells(row)
     texts[2] = (_minus(texts[2][0]) if row.gap else "-", texts[2][1])
     return texts
-
-
-def _data_uri(svg: bytes) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,12 +1,9 @@
 """What a study is shown as: tables for terminal and Markdown, figures, and one HTML page that needs nothing else."""
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table as Terminal
@@ -14,7 +11,8 @@ from rich.text import Text
 
 from mercer.report.figures import Figure
 from mercer.report.statistics import Estimate
-from mercer.report.style import DARK, LIGHT
+from mercer.report.style import LIGHT
+from mercer.report.template import render_page, shown
 from mercer.study.results import Difference
 from mercer.study.run import Done, duration
 
@@ -117,27 +115,21 @@ def publish(
         console.print(table.terminal(console.width))
     for text in (*findings, *notes):
         console.print(f"- {text}", markup=False, highlight=False)
-    drawn = []
     (out / "figures").mkdir(parents=True, exist_ok=True)
     for figure in figures:
         for kind in ("png", "svg"):
             (out / "figures" / f"{figure.name}.{kind}").write_bytes(figure.render(LIGHT, kind))
-        drawn.append((figure, *(_data_uri(figure.render(theme, "svg")) for theme in (LIGHT, DARK))))
     lines = [f"# {title}", "", lead, "", *(f"* {text}" for text in findings), ""]
     lines += [*(table.markdown() for table in tables), *(f"* {note}" for note in notes)]
     (out / "tables.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    folder = resources.files("mercer")
-    # The house style stands in the page of `mercer report`.
-    style = (folder / "report" / "page.html").read_text(encoding="utf-8").split("<style>")[1].split("</style>")[0]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string((folder / "study" / "page.html").read_text(encoding="utf-8")).render(
-        style=style,
+    page = render_page(
+        "study/page.html",
         title=title,
         lead=lead,
         findings=findings,
         notes=notes,
         tables=tables,
-        figures=drawn,
+        figures=[shown(figure) for figure in figures],
         tone=tone,
         commands=list(dict.fromkeys(start["command"] for start in done.starts)),
         facts=_facts(done),
@@ -146,10 +138,6 @@ def publish(
     path.write_text(page, encoding="utf-8")
     console.print(f"written: {path}", soft_wrap=True)
     return path
-
-
-def _data_uri(svg: bytes) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode("ascii")
 
 
 def _facts(done: Done) -> list[tuple[str, str]]:
