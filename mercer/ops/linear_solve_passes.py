@@ -90,16 +90,21 @@ class _Solved:
     u: Float[Tensor, "N ... Dv"]
     inverse: Float[Tensor, "N ... 1"]
     grad_u: Float[Tensor, "N ... Dv"]
-    smooth: Float[Tensor, "N ... Dv"]  # y = rhs - ridge u
+    right: Float[Tensor, "N ... Dv"]
 
     def of_heads(self, at: slice) -> "_Solved":
         """Return the same for some of the folded heads."""
-        return _Solved(self.ridge[at], self.u[at], self.inverse[at], self.grad_u[at], self.smooth[at])
+        return _Solved(self.ridge[at], self.u[at], self.inverse[at], self.grad_u[at], self.right[at])
 
     def of_piece(self, at: slice, blocks: int) -> "_Solved":
         """Return the same for the blocks of a piece."""
-        of_tokens = (self.ridge, self.u, self.inverse, self.grad_u, self.smooth)
+        of_tokens = (self.ridge, self.u, self.inverse, self.grad_u, self.right)
         return _Solved(*(x[:, at].unflatten(1, (blocks, -1)) for x in of_tokens))
+
+    @property
+    def smooth(self) -> Float[Tensor, "N ... Dv"]:
+        """Return y = P u = rhs - ridge u."""
+        return torch.addcmul(self.right, self.ridge[..., None], self.u, value=-1)
 
 
 @dataclass(frozen=True)
@@ -239,8 +244,7 @@ def _backward_op(
     with full_precision(rhs.device):
         logs = (log_rows, rows_weight, log_cols, cols_weight, factor, offset)
         problem = _problem(*logs, u, sums, scale, mask, documents, last, chunk_size, threads)
-        smooth = torch.addcmul(rhs, ridge[..., None], u, value=-1)
-        solved = _Solved(*(x.flatten(0, 1) for x in (ridge, u, inverse, grad_u, smooth)))
+        solved = _Solved(*(x.flatten(0, 1) for x in (ridge, u, inverse, grad_u, rhs)))
         count = len(solved.u)
         rows = LogGradients.like(log_rows, rows_weight, count, weigh=weigh[0])
         cols = None if log_cols is None else LogGradients.like(log_cols, cols_weight, count, weigh=weigh[1])
