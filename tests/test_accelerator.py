@@ -46,7 +46,7 @@ MARKS = {
 
 
 def run(mixer, given, marks, device, dtype):
-    """Return o and the gradients of what is given, on the CPU in float64."""
+    """Return o and the gradients of what is given."""
     mixer = mixer.to(device, dtype)
     given = {name: x.to(device, dtype).requires_grad_() for name, x in given.items()}
     marks = {name: x.to(device) for name, x in marks.items()}

@@ -10,7 +10,7 @@ from typing import Any
 from mercer.evaluate.perplexity import evaluate
 from mercer.evaluate.recall import Question, recall_of
 from mercer.hf import attach, detach
-from mercer.hf.layers import choose_layers
+from mercer.hf.layers import borrowers, choose_layers
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def layer_costs(
 
     chosen = choose_layers(model, "all")[0]
     layers = sorted({layer.index for layer in chosen})
-    if shared := sorted(layer.index for layer in chosen if getattr(layer.module, "is_kv_shared_layer", False)):
+    if shared := sorted(layer.index for layer in borrowers(chosen)):
         raise ValueError(
             f"layers {shared} of {type(model).__name__} use the keys of others, so they cannot be converted one at a "
             "time, which is how layers are measured here"

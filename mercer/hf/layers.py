@@ -170,13 +170,18 @@ def _layer_numbers(layers: str | Iterable[int]) -> set[int]:
     return numbers
 
 
+def borrowers(layers: Iterable[Layer]) -> list[Layer]:
+    """Return the layers that read another one's keys and values."""
+    return [layer for layer in layers if getattr(layer.module, "is_kv_shared_layer", False)]
+
+
 def check_shared_keys(chosen: list[Layer], kept: list[Layer]) -> None:
     """Refuse to convert only some of the layers that read one layer's keys (Gemma 4, Gemma 3n).
 
     Raises:
         ValueError: a layer that reuses keys and the layer they come from would be of different kinds.
     """
-    shares = [layer for layer in chosen + kept if getattr(layer.module, "is_kv_shared_layer", False)]
+    shares = borrowers(chosen + kept)
     for sharer in shares:
         kind = getattr(sharer.module, "layer_type", None)
         group = [

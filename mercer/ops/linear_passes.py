@@ -263,10 +263,8 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad_o, grad_inverse, grad_sums, grad_scale, grad_log_total, grad_kept):
     o, inverse, kept, *arguments = ctx.saved_tensors
-    grad_o, grad_log_total = (
-        (x.new_zeros(x.shape) if g is None else g) for g, x in ((grad_o, o), (grad_log_total, inverse))
-    )
-    grad_sums = arguments[6].new_zeros(arguments[6].shape) if grad_sums is None else grad_sums
+    given = ((grad_o, o), (grad_sums, arguments[6]), (grad_log_total, inverse))
+    grad_o, grad_sums, grad_log_total = (torch.zeros_like(like) if grad is None else grad for grad, like in given)
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
     others = (*arguments, ctx.square, ctx.constant, ctx.causal, ctx.size, ctx.threads)
     grads = iter(_backward_op(grad_o, grad_sums, grad_log_total, o, inverse, kept, weigh, *others))

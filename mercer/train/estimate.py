@@ -8,19 +8,26 @@ import torch
 from torch import nn
 
 from mercer.mixers import mixer_options
+from mercer.ops import linear_passes, linear_solve_passes
 from mercer.train import setup
 from mercer.train.recipe import Recipe
 
 
-def _linear(options: Mapping[str, Any], H: int, D: int) -> int:
-    """Return the operations of linear attention for a token: features of q and k, a block of 64, sums in and out."""
-    m = options["num_features"]
-    return H * (8 * m * D + 128 * (m + D)) + _near(options, H, D)
-
-
-def _near(options: Mapping[str, Any], H: int, D: int) -> int:
-    """Return those of exact attention to a window and sinks."""
+def _near(T: int, H: int, D: int, options: Mapping[str, Any]) -> int:
+    """Return the operations of exact attention to a window and sinks."""
     return 4 * (options.get("window", 0) + options.get("sinks", 0)) * H * D
+
+
+def _linear(T: int, H: int, D: int, options: Mapping[str, Any]) -> int:
+    """Return those of linear attention: features of q and k, weights inside a block, sums in and out."""
+    m, block = options["num_features"], linear_passes.BLOCK
+    return H * (8 * m * D + 2 * block * (m + D)) + _near(T, H, D, options)
+
+
+def _linear_cubit(T: int, H: int, D: int, options: Mapping[str, Any]) -> int:
+    """Return those of smoothing and of the system, for whose rows and columns r is projected once."""
+    m, block = options["num_features"], linear_solve_passes.BLOCK
+    return _linear(T, H, D, options) + H * (6 * m * D + 2 * block * m)
 
 
 # Operations of mixing a token forward, in one layer, from (length T, heads H, head width D, options). A causal token
@@ -32,13 +39,10 @@ _MIXING: dict[str, Callable[[int, int, int, Mapping[str, Any]], float]] = {
     "random": lambda T, H, D, _: T * H * D,
     "constant": lambda T, H, D, _: H * D,
     "local_linear": lambda T, H, D, _: 2 * T * H * D + T * H * (D + 1) * (2 * D + 1) + 2 / 3 * H * (D + 1) ** 3,
-    "window": lambda T, H, D, options: _near(options, H, D),
-    # r is projected once for rows and columns, and a block has 32 tokens
-    "linear_cubit": lambda T, H, D, options: _linear(options, H, D) + H * options["num_features"] * (6 * D + 64),
+    "window": _near,
+    "linear_cubit": _linear_cubit,
+    **dict.fromkeys(("performer", "lfk", "darkformer", "particle"), _linear),
 }
-_MIXING |= dict.fromkeys(
-    ("performer", "lfk", "darkformer", "particle"), lambda T, H, D, options: _linear(options, H, D)
-)
 _PROCESS_BYTES = 500e6  # Python, torch and transformers themselves
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mercer.errors import CheckpointError
 from mercer.train import checkpoint
-from mercer.train.state import model_tensors, optimiser_tensors, put_back
+from mercer.train.state import put_back, tensors_of
 
 Parts = Sequence[tuple[nn.Module, Optimizer]]
 
@@ -75,11 +75,7 @@ class Keeper:
         """Write a checkpoint."""
         self.folder.mkdir(parents=True, exist_ok=True)
         checkpoint.replace_text(self.folder / "settings.json", json.dumps(self.settings))
-        files = {
-            f"part-{number}": {f"model/{name}": tensor for name, tensor in model_tensors(module).items()}
-            | {f"optimiser/{name}": tensor for name, tensor in optimiser_tensors(module, optimiser).items()}
-            for number, (module, optimiser) in enumerate(parts)
-        }
+        files = {f"part-{number}": tensors_of(*part) for number, part in enumerate(parts)}
         checkpoint.save(self.folder, checkpoint.Position(step=step), files, keep=1)
         self._last = time.monotonic()
 

@@ -86,7 +86,7 @@ def load_run(path: Path, model: nn.Module, optimiser: Optimizer | None, world: W
         )
     if sharded:
         assert optimiser is not None, "a sharded run descends a loss"
-        _load_by_part(path, model, optimiser)
+        _load_sharded(path, model, optimiser)
         return position
     position, files = load(path)
     put_back(path, model, optimiser, _by_part({part: files[part] for part in ("model", "optimiser")}))
@@ -94,6 +94,11 @@ def load_run(path: Path, model: nn.Module, optimiser: Optimizer | None, world: W
     if world.device.type == "cuda" and "cuda" in files["random"]:
         torch.cuda.set_rng_state(files["random"]["cuda"], world.device)
     return position
+
+
+def tensors_of(model: nn.Module, optimiser: Optimizer | None) -> Tensors:
+    """Return `model/NAME` and `optimiser/KEY/NAME`; `put_back` undoes it."""
+    return _by_part({"model": model_tensors(model), "optimiser": optimiser_tensors(model, optimiser)})
 
 
 def put_back(path: Path, model: nn.Module, optimiser: Optimizer | None, tensors: Tensors) -> None:
@@ -117,13 +122,13 @@ def _by_part(parts: dict[str, Tensors]) -> dict[str, Tensor]:
     return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
 
-def _load_by_part(path: Path, model: nn.Module, optimiser: Optimizer) -> None:
+def _load_sharded(path: Path, model: nn.Module, optimiser: Optimizer) -> None:
     verify(path)
     for p in model.parameters():  # AdamW makes its state in the first step: make it now, so that there is room to read
         if p.requires_grad:
             zeros: dict[str, Any] = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
             optimiser.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device), **zeros}
-    room = _by_part({"model": model_tensors(model), "optimiser": optimiser_tensors(model, optimiser)})
+    room = tensors_of(model, optimiser)
     room = {name: tensor.detach() for name, tensor in room.items()}
     try:
         state_dict_loader.load(room, storage_reader=HuggingFaceStorageReader(str(path)))

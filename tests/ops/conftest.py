@@ -1,6 +1,9 @@
 """Blocks of a few tokens, so that short sequences cross their edges too."""
 
+import itertools
+
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mercer.ops import linear_carry, linear_passes, linear_solve_passes
@@ -21,6 +24,18 @@ def whole_block(monkeypatch):
     for module, block in BLOCKS.items():
         monkeypatch.setattr(module, "BLOCK", block)
     return max(BLOCKS.values())
+
+
+@pytest.fixture(params=itertools.product([False, True], repeat=2), ids=["plain", "packed", "padded", "both"])
+def marks_over_blocks(request, whole_block):
+    """Return the length of four blocks and a little more, and marks for it; a document begins inside a block."""
+    padded, packed = request.param
+    length, marks = 4 * whole_block + 9, {}
+    if padded:
+        marks["mask"] = torch.rand(1, length) > 0.2
+    if packed:
+        marks["segments"] = (torch.arange(length) >= 2 * whole_block + 5).long()[None]
+    return length, marks
 
 
 class Calls(TorchDispatchMode):

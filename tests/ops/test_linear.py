@@ -70,15 +70,22 @@ def test_the_chunk_size_changes_nothing(chunk_size):
     assert_fast_is_naive(draw(131, batch=1, heads=2, kv_heads=1), chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_chunks_of_several_blocks(packed, padded, whole_block):
-    length = 4 * whole_block + 9
-    mask = torch.rand(1, length) > 0.2 if padded else None
-    segments = (torch.arange(length) >= 2 * whole_block + 5).long()[None] if packed else None
-    state = draw_state(batch=1, kv_heads=1)
-    inputs = draw(length, batch=1, heads=2, kv_heads=1)
-    assert_fast_is_naive(inputs, chunk_size=2 * whole_block, mask=mask, segments=segments, state=state)
+def test_chunks_of_several_blocks(marks_over_blocks, whole_block):
+    length, marks = marks_over_blocks
+    inputs, state = draw(length, batch=1, heads=2, kv_heads=1), draw_state(batch=1, kv_heads=1)
+    assert_fast_is_naive(inputs, chunk_size=2 * whole_block, state=state, **marks)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_loss_may_see_the_state_alone(causal):
+    inputs, state, results = draw(), draw_state(), []
+    for function, options in ((linear_attention_naive, {}), (linear_attention, {"chunk_size": CHUNK})):
+        _, after = function(*inputs, state=state, causal=causal, **options)
+        found = torch.autograd.grad(after.sums.sin().sum(), (*inputs, state.sums), allow_unused=True)
+        results.append([torch.zeros(()).double() if grad is None else grad for grad in found])
+    assert not results[1][0].any()  # of the queries
+    for expected, got in zip(results[0][1:], results[1][1:], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
 LAYOUTS = {

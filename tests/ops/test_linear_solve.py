@@ -66,14 +66,19 @@ def test_the_chunk_size_changes_nothing(chunk_size):
     assert_fast_is_naive(draw(131, batch=1, heads=2, col_heads=1), chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-def test_chunks_of_several_blocks(packed, padded, whole_block):
-    length = 4 * whole_block + 9
-    mask = torch.rand(1, length) > 0.2 if padded else None
-    segments = (torch.arange(length) >= 2 * whole_block + 5).long()[None] if packed else None
-    state, inputs = draw_state(batch=1, heads=2), draw(length, batch=1, heads=2, col_heads=1)
-    assert_fast_is_naive(inputs, chunk_size=2 * whole_block, tolerance=1e-8, mask=mask, segments=segments, state=state)
+def test_chunks_of_several_blocks(marks_over_blocks, whole_block):
+    length, marks = marks_over_blocks
+    inputs, state = draw(length, batch=1, heads=2, col_heads=1), draw_state(batch=1, heads=2)
+    assert_fast_is_naive(inputs, chunk_size=2 * whole_block, tolerance=1e-8, state=state, **marks)
+
+
+def test_a_loss_may_see_the_state_alone():
+    (log_rows, log_cols, rhs, ridge), state, results = draw(), draw_state(), []
+    for function, options in ((linear_kernel_solve_naive, {}), (linear_kernel_solve, {"chunk_size": CHUNK})):
+        _, after = function(log_rows, log_cols, rhs, ridge=ridge, state=state, **options)
+        results.append(torch.autograd.grad(after.sums.sin().sum(), (log_rows, log_cols, rhs, ridge, state.sums)))
+    for expected, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("tied", [True, False])

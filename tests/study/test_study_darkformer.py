@@ -108,7 +108,9 @@ def test_the_command_writes_a_page(pretrained, tmp_path, capsys):
     assert main(["study", "darkformer", model, "--methods", every]) == 2  # none is dropped in silence
     assert "'darkformer, hybrid, taught' keeps the softmax of some layers" in capsys.readouterr().err
     assert main(["study", "darkformer", model, "--keep", "0,9", "--out", str(tmp_path / "keep")]) == 2
-    assert "keep names 9, but the model has layers 0 to 1" in capsys.readouterr().err
+    assert "keep names 9, but the attention layers are [0, 1]" in capsys.readouterr().err
+    assert main(["study", "darkformer", model, "--layers", "7", "--out", str(tmp_path / "layers")]) == 2
+    assert "layers names 7, but the attention layers are [0, 1]" in capsys.readouterr().err
     assert main(["study", "darkformer", model, "--threads", "0", "--out", str(tmp_path / "none")]) == 2
     assert "threads (0) must be at least 1" in capsys.readouterr().err
     assert main(["study", "darkformer", model, "--methods", "softmaxx"]) == 2

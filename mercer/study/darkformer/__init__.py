@@ -68,7 +68,7 @@ def run_darkformer(
     """
     check(settings, seeds)
     folder = _original(settings.model, Path(out))
-    _check_keep(settings.keep, folder)
+    _check_layers(settings, folder)
     settings = replace(settings, model=str(folder))
     study = Study("darkformer", trial, conditions(settings), seeds, ("numpy", "transformers"))
     done = run_study(
@@ -139,13 +139,17 @@ def figures(trials: Sequence[Trial], settings: Settings) -> list[Figure]:
     return [figure for figure in made if figure is not None]
 
 
-def _check_keep(keep: Sequence[int], folder: Path) -> None:
+def _check_layers(settings: Settings, folder: Path) -> None:
     """Refuse, before the first trial starts, layers that the model does not have."""
-    from transformers import AutoConfig
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    count = AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers
-    if strange := [layer for layer in keep if not 0 <= layer < count]:
-        raise ValueError(f"keep names {strange[0]}, but the model has layers 0 to {count - 1}")
+    from mercer.hf.layers import choose_layers
+
+    with torch.device("meta"):
+        choose_layers(
+            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)), settings.layers, settings.keep
+        )
 
 
 def _original(model: str, out: Path) -> Path:
