@@ -20,7 +20,6 @@ class _Exponential(FeatureMap):
     """A map with `log phi_j(x) = omega_j.x' - ||x'||^2 / 2 + bias_j - log(M) / 2`, x' = x or linear in x."""
 
     exponential = True
-    moves: ClassVar[bool] = False  # whether x' is another vector than x
 
     def constants(self) -> Float[Tensor, "Hk M"] | None:
         """Return bias_j; None: 0."""
@@ -40,34 +39,27 @@ class _Exponential(FeatureMap):
         log_phi = x @ self.signed_directions().to(x.dtype).mT + constant
         return log_phi if bias is None else log_phi + bias.to(x.dtype)[:, None]
 
-    def folded_directions(self, dtype: torch.dtype) -> Float[Tensor, "Hk M D"]:
-        """Return what the features count x itself with."""
-        return self.signed_directions().to(dtype)
-
-    def half_square(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T 1"]:
-        """Return ||x'||^2 / 2."""
-        square = self.moved(group_heads(x, self.num_heads)).square().sum(-1) / 2
-        return square.reshape(*x.shape[:3], 1)
+    def moved_tokens(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T rank"]:
+        """Return x' of vectors that are not grouped by their directions."""
+        return self.moved(group_heads(x, self.num_heads)).reshape(*x.shape[:3], -1)
 
     def factors(self, x, length):
-        weight, bias = length * self.folded_directions(x.dtype), self.constants()
-        constant, square, offset = -math.log(self.num_features) / 2, -(length**2) / 2, None
-        if self.moves:
-            square, offset = 0.0, lambda: self.half_square(x) * -(length**2)
+        # M is applied first: absorbed in the directions, it would get its gradient through all of them
+        x, weight, bias = self.moved_tokens(x), length * self.signed_directions().to(x.dtype), self.constants()
+        constant, square = -math.log(self.num_features) / 2, -(length**2) / 2
         if bias is not None:  # as one more column, which makes the square of x larger by 1
             weight, constant = torch.cat([weight, bias.to(x.dtype)[..., None]], -1), constant - square
-            columns = torch.cat([x, torch.ones_like(x[..., :1])], -1)
-            return Factored(columns, weight, square, constant, offset)
-        return Factored(x, weight, square, constant, offset)
+            x = torch.cat([x, torch.ones_like(x[..., :1])], -1)
+        return Factored(x, weight, square, constant)
 
     def two_lengths(self, x, first, second):
         if self.constants() is not None or not self.worth_factoring(x):
             return super().two_lengths(x, first, second)
         with full_precision(x.device):
             x, second = (t.to(compute_dtype(x)) for t in (x, second))
-            offset = second.square() * -self.half_square(x) - math.log(self.num_features) / 2
-            scales = Rescaled((second / first)[..., 0], offset[..., 0])
-            return replace(self.factors(x, first), square=0.0, constant=0.0, offset=None), scales
+            rows = self.factors(x, first)
+            offset = second.square() * -rows.x.square().sum(-1, keepdim=True) / 2 - math.log(self.num_features) / 2
+            return replace(rows, square=0.0, constant=0.0), Rescaled((second / first)[..., 0], offset[..., 0])
 
 
 class Favor(_Exponential):
@@ -183,7 +175,6 @@ class Darkformer(_Exponential):
     """
 
     learned = ("metric",)
-    moves = True
     metric: Tensor
     proposal: Tensor | None
     bias: Tensor | None
@@ -229,9 +220,6 @@ class Darkformer(_Exponential):
 
     def moved(self, x):
         return x @ self.metric.to(x.dtype).mT
-
-    def folded_directions(self, dtype):
-        return self.omega.to(dtype) @ self.metric.to(dtype)
 
 
 class Lfk(_Exponential):

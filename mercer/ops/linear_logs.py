@@ -5,7 +5,6 @@ they and their gradients would be most of what these operators read and write; i
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,8 +31,7 @@ class Factored:
         weight: what a feature counts each with; consecutive heads of x share one.
         square: how much of ||x||^2 is added to all features of a token.
         constant: what is added to all features.
-        offset: makes what else is added to all features of a token, [B, H, T, 1]. Those who do not need it, as rows
-            whose weights are divided by their sum, do not ask. None: 0.
+        offset: what else is added to all features of a token; None: 0.
 
     Raises:
         ValueError: x and weight do not fit together.
@@ -46,7 +44,7 @@ class Factored:
     weight: Float[Tensor, "Hw m r"]
     square: float = 0.0
     constant: float = 0.0
-    offset: Callable[[], Tensor] | None = None
+    offset: Float[Tensor, "B H T 1"] | None = None
 
     def __post_init__(self):
         if self.x.shape[1] % max(1, len(self.weight)) or self.x.shape[3] != self.weight.shape[2]:
@@ -65,14 +63,13 @@ class Factored:
     def added(self) -> Float[Tensor, "B H T 1"] | None:
         """Return what is added to all features of a token; None: nothing."""
         if not self.square and not self.constant:
-            return None if self.offset is None else self.offset()
+            return self.offset
         by_token = self.square * self.x.square().sum(-1, keepdim=True) + self.constant
-        return by_token if self.offset is None else by_token + self.offset()
+        return by_token if self.offset is None else by_token + self.offset
 
     def plus(self, offset: Float[Tensor, "B H T 1"]) -> "Factored":
         """Return the features with a number added to all of a token."""
-        before = self.offset
-        return replace(self, offset=lambda: offset if before is None else before() + offset)
+        return replace(self, offset=offset if self.offset is None else self.offset + offset)
 
     def without_padding(self, mask: Bool[Tensor, "B T"] | None) -> "Factored":
         """Return the features with zeros for x where padded: NaN there would reach the gradient of the weight."""

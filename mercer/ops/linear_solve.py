@@ -166,9 +166,9 @@ def _of_heads(log_phi: LogFeatures, heads: int) -> LogFeatures:
     """Repeat log features for every head of the widest input."""
     if not isinstance(log_phi, Factored):
         return repeat_heads(log_phi, heads)
-    offset, weight = log_phi.offset, repeat_heads(log_phi.weight[None], heads)[0]
-    repeated = offset and (lambda: repeat_heads(offset(), heads))
-    return replace(log_phi, x=repeat_heads(log_phi.x, heads), weight=weight, offset=repeated)
+    offset = None if log_phi.offset is None else repeat_heads(log_phi.offset, heads)
+    weight = repeat_heads(log_phi.weight[None], heads)[0]
+    return replace(log_phi, x=repeat_heads(log_phi.x, heads), weight=weight, offset=offset)
 
 
 def _scales(

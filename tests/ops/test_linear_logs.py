@@ -33,7 +33,7 @@ def factors(heads, weights=2, *, factor=1.0, offset=True):
     leaves = [draw(2, heads, T, 3, factor=factor), draw(weights, 7, 3), draw(2, heads, T, 1)]
 
     def make(x, weight, constant):
-        return Factored(x, weight, -0.4, 0.7, (lambda: constant) if offset else None)
+        return Factored(x, weight, -0.4, 0.7, constant if offset else None)
 
     return leaves, make
 
