@@ -133,10 +133,10 @@ class FeatureMap(nn.Module, abc.ABC):
     def two_lengths(
         self, x: Float[Tensor, "B H T D"], first: float, second: Float[Tensor, "B H T 1"]
     ) -> tuple[Float[Tensor, "B H T M"] | Factored, Float[Tensor, "B H T M"] | Factored | Rescaled]:
-        """Return log phi(first x), up to a number a token, and log phi(second x): rows and columns of a kernel system.
+        """Return log phi(first x) and log phi(second x): rows and columns of a kernel system.
 
         Where log phi is linear in x but for the norm, one projection gives both, and the second is returned as a
-        rescaling of the first; row weights that are divided by their sum do not notice the number a token.
+        rescaling of the first.
 
         Args:
             x: vectors, of `num_heads` heads.

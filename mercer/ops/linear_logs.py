@@ -67,13 +67,17 @@ class Factored:
         by_token = self.square * self.x.square().sum(-1, keepdim=True) + self.constant
         return by_token if self.offset is None else by_token + self.offset
 
-    def plus(self, offset: Float[Tensor, "B H T 1"]) -> "Factored":
-        """Return the features with a number added to all of a token."""
-        return replace(self, offset=offset if self.offset is None else self.offset + offset)
-
     def without_padding(self, mask: Bool[Tensor, "B T"] | None) -> "Factored":
         """Return the features with zeros for x where padded: NaN there would reach the gradient of the weight."""
         return replace(self, x=zero_padding(self.x, mask))
+
+    def product(self) -> "Factored":
+        """Return the features without what is added to all of a token."""
+        return replace(self, square=0.0, constant=0.0, offset=None)
+
+    def plus(self, offset: Float[Tensor, "B H T 1"]) -> "Factored":
+        """Return the features with a number added to all of a token."""
+        return replace(self, offset=offset if self.offset is None else self.offset + offset)
 
     def outline(self) -> Float[Tensor, "B H T m"]:
         """Return a view with the shape of the log features, and none of their values, to check shapes with."""

@@ -37,6 +37,7 @@ class LinearSolveState(Sums):
 class Rescaled:
     """Log features of columns that are those of the rows but for two numbers a token: factor log_rows + offset.
 
+    Of `Factored` rows only the product counts here, without what they add to a token.
     Positive random features of the exponential kernel are of this form when a column is its row at another length,
     `log phi(s x) = s t - s^2 ||x||^2 / 2` with t = omega.x: one projection serves both, and nothing else is stored.
     """
@@ -44,10 +45,11 @@ class Rescaled:
     factor: Float[Tensor, "B H T"]
     offset: Float[Tensor, "B H T"]
 
-    def of(self, log_rows: Float[Tensor, "B H T m"]) -> Float[Tensor, "B H T m"]:
+    def of(self, log_rows: LogFeatures, mask: Bool[Tensor, "B T"] | None = None) -> Float[Tensor, "B H T m"]:
         """Return the log features."""
-        factor, offset = (repeat_heads(x[..., None], log_rows.shape[1]) for x in (self.factor, self.offset))
-        return factor * log_rows + offset
+        product = dense(log_rows.product() if isinstance(log_rows, Factored) else log_rows, mask)
+        factor, offset = (repeat_heads(x[..., None], product.shape[1]) for x in (self.factor, self.offset))
+        return factor * product + offset
 
 
 def linear_kernel_solve_naive(
@@ -72,8 +74,8 @@ def linear_kernel_solve_naive(
     tensor([1., 3.])
     """
     with full_precision(rhs.device):
-        log_rows = dense(log_rows)
         log_cols = log_cols.of(log_rows) if isinstance(log_cols, Rescaled) else dense(log_cols)
+        log_rows = dense(log_rows)
         right, ridge_, past = _prepare(log_rows, log_cols, rhs, ridge, mask, segments, state)
         log_rows, log_cols = (repeat_heads(x, right.shape[1]) for x in (log_rows, log_cols))
         definition = Definition.of(log_cols, mask, segments, past)
@@ -138,8 +140,8 @@ def linear_kernel_solve(
     heads, dtype = right.shape[1], past.sums.dtype
     if right.shape[2] == 1:
         with full_precision(rhs.device):
+            log_cols = log_cols if rescaled is None else rescaled.of(log_rows, mask)
             rows, cols = (repeat_heads(dense(x, mask), heads) for x in (log_rows, log_cols))
-            cols = cols if rescaled is None else rescaled.of(cols)
             u, past = solve_step(rows, cols, right, ridge_, mask, segments, past)
         return u.to(rhs.dtype), LinearSolveState(sums=past.sums, c=past.c, segment=past.segment)
     with full_precision(rhs.device):
@@ -149,9 +151,7 @@ def linear_kernel_solve(
         if rescaled is None:
             scales = None, offset_of(keys, dtype, mask)
         else:
-            factor, offset = _scales(rescaled, outline(log_rows), heads, dtype, mask)
-            of_rows = offset_of(rows, dtype, mask)
-            scales = factor, offset if of_rows is None else offset + factor * of_rows
+            scales = scales_of(rescaled, outline(log_rows), heads, dtype, mask)
     documents = document_ids(mask, segments, past.segment)
     refuse_tangents(*logs, right, ridge_, past.sums, *scales)
     u, _, sums, c, _ = linear_kernel_solve_op(
@@ -171,7 +171,7 @@ def _of_heads(log_phi: LogFeatures, heads: int) -> LogFeatures:
     return replace(log_phi, x=repeat_heads(log_phi.x, heads), weight=weight, offset=offset)
 
 
-def _scales(
+def scales_of(
     rescaled: Rescaled, log_rows: Tensor, heads: int, dtype: torch.dtype, mask: Bool[Tensor, "B T"] | None
 ) -> list[Float[Tensor, "B H T"]]:
     """Return factor and offset for all heads, zeros where padded."""
