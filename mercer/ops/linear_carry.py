@@ -3,6 +3,7 @@
 Both are counted at the shift of a piece while they pass through it.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -128,13 +129,18 @@ def kept_of(part: Part, room: Float[Tensor, "B Hk chunks W1 m"], heads: slice) -
     return kept
 
 
-def pieces_backwards(part: Part, kept: Kept) -> Iterator[tuple[Piece, Tensor]]:
-    """Yield the pieces from the last to the first, each with the sums that enter it."""
+def chunks_backwards(part: Part, kept: Kept) -> Iterator[Iterator[tuple[Piece, Tensor]]]:
+    """Yield the chunks from the last to the first, and of each its pieces likewise, with the sums that enter them."""
     for number, pieces in plan_backwards(part.keys, kept.scales, part.tokens, part.size):
         inside = [kept.sums[:, number]]
         for piece in pieces[:-1]:
             inside.append(_after(part, inside[-1], piece))
-        yield from zip(reversed(pieces), reversed(inside), strict=True)
+        yield zip(reversed(pieces), reversed(inside), strict=True)
+
+
+def run(passes: Iterator[None]) -> None:
+    """Let passes go over all their chunks."""
+    deque(passes, maxlen=0)
 
 
 def row_gradients(

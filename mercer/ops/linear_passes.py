@@ -1,5 +1,6 @@
 """The passes of linear attention over chunks, forward and backward, as one operator that compilers do not look into."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,13 +11,14 @@ from mercer.ops.checks import full_precision
 from mercer.ops.linear_carry import (
     Kept,
     advance_,
+    chunks_backwards,
     closing,
     far_sums,
     hand_back_,
     kept_of,
     kept_room,
-    pieces_backwards,
     row_gradients,
+    run,
     to_shift_,
     weight_gradients,
 )
@@ -40,8 +42,13 @@ def _write(out: Float[Tensor, "N b Gh W"], *rows: Float[Tensor, "N G n _"]) -> N
     torch.mul(out[..., :-1], inverse, out=o)
 
 
-def _causal_forward(part: Part, kept: Kept, *rows: Float[Tensor, "N G T _"]) -> Tensor:
-    """Write o, inverse and log_total; carry the sums on in place and return their scale after the last token."""
+def causal_forward(
+    part: Part, kept: Kept, after: Float[Tensor, "N m"], *rows: Float[Tensor, "N G T _"]
+) -> Iterator[None]:
+    """Write o, inverse and log_total, stopping after every chunk.
+
+    Carries the sums on in place; their scale after the last token goes to `after`.
+    """
     scale = part.scale
     for number, chunk in enumerate(plan(part.keys, scale, part.tokens, part.size)):
         kept.put(number, part.sums, scale)
@@ -54,33 +61,37 @@ def _causal_forward(part: Part, kept: Kept, *rows: Float[Tensor, "N G T _"]) -> 
                 out[:, block] += far_sums(weights.rows[:, block], part.sums, piece.parts)
                 advance_(part.sums, weights.keys[:, block], values[:, block], piece)
             _write(out, *(x[:, :, at] for x in rows))
-    return scale
+        yield
+    after.copy_(scale)
 
 
-def _causal_backward(
-    part: Part, kept: Kept, results: tuple[Tensor, ...], grad_sums: Float[Tensor, "N W m"], outs: "_Gradients"
-) -> None:
-    """Write the gradients of rows, keys and values into `outs`; turn that of the sums that left into those entering's.
+def causal_backward(
+    part: Part, kept: Kept, results: tuple[Tensor, ...], grad_sums: Float[Tensor, "N W m"], outs: "KeyGradients"
+) -> Iterator[None]:
+    """Write the gradients of rows, keys and values into `outs`, stopping after every chunk, the last one first.
 
+    Turns the gradient of the sums that left, in place, into that of those entering.
     `results` are the gradient of o, o, inverse, and the gradient of log_total.
     """
     assert part.rows is not None
-    for piece, before in pieces_backwards(part, kept):
-        at, blocks, weights = piece.span, part.blocks(piece), part.weights(piece)
-        values = part.values_at(at, blocks)
-        grad = row_gradients(*(in_blocks(x[:, :, at], blocks) for x in results)).flatten(2, 3)
-        grad_values, grad_keys = matmul(weights.near.mT, grad[..., :-1]), weights.keys.new_empty(weights.keys.shape)
-        to_shift_(grad_sums, piece)
-        for block in reversed(range(blocks)):
-            keys, value = (closing(x[:, block], piece.parts) for x in (weights.keys, values))
-            grad_values[:, block] += torch.bmm(keys, grad_sums[:, :-1].mT)
-            torch.bmm(value, grad_sums, out=grad_keys[:, block])
-            hand_back_(grad_sums, weights.rows[:, block], grad[:, block], piece.parts)
-        grad_sums.mul_(piece.decay)
-        outs.values[:, at] = grad_values.flatten(1, 2)
-        grad_rows, grad_keys = weight_gradients(weights, values, grad, grad_keys, before, piece)
-        outs.rows.put(part.rows, at, grad_rows, blocks)
-        outs.put_keys(part.keys, at, grad_keys)
+    for chunk in chunks_backwards(part, kept):
+        for piece, before in chunk:
+            at, blocks, weights = piece.span, part.blocks(piece), part.weights(piece)
+            values = part.values_at(at, blocks)
+            grad = row_gradients(*(in_blocks(x[:, :, at], blocks) for x in results)).flatten(2, 3)
+            grad_values, grad_keys = matmul(weights.near.mT, grad[..., :-1]), weights.keys.new_empty(weights.keys.shape)
+            to_shift_(grad_sums, piece)
+            for block in reversed(range(blocks)):
+                keys, value = (closing(x[:, block], piece.parts) for x in (weights.keys, values))
+                grad_values[:, block] += torch.bmm(keys, grad_sums[:, :-1].mT)
+                torch.bmm(value, grad_sums, out=grad_keys[:, block])
+                hand_back_(grad_sums, weights.rows[:, block], grad[:, block], piece.parts)
+            grad_sums.mul_(piece.decay)
+            outs.values[:, at] = grad_values.flatten(1, 2)
+            grad_rows, grad_keys = weight_gradients(weights, values, grad, grad_keys, before, piece)
+            outs.rows.put(part.rows, at, grad_rows, blocks)
+            outs.put_keys(part.keys, at, grad_keys)
+        yield
 
 
 def _full_sums_(part: Part, sums: Float[Tensor, "N W m"]) -> Tensor:
@@ -96,7 +107,7 @@ def _full_sums_(part: Part, sums: Float[Tensor, "N W m"]) -> Tensor:
 
 
 def _full_forward(part: Part, *rows: Float[Tensor, "N G T _"]) -> Tensor:
-    """Do `_causal_forward` where every row sees every key."""
+    """Do `causal_forward` where every row sees every key."""
     shift = _full_sums_(part, part.sums)
     for at in part.spans(part.num_rows):
         cut = [x[:, :, at] for x in rows]
@@ -105,9 +116,9 @@ def _full_forward(part: Part, *rows: Float[Tensor, "N G T _"]) -> Tensor:
 
 
 def _full_backward(
-    part: Part, results: tuple[Tensor, ...], grad_sums: Float[Tensor, "N W m"], outs: "_Gradients"
+    part: Part, results: tuple[Tensor, ...], grad_sums: Float[Tensor, "N W m"], outs: "KeyGradients"
 ) -> None:
-    """Do `_causal_backward` where every row sees every key."""
+    """Do `causal_backward` where every row sees every key."""
     assert part.rows is not None
     shift = _full_sums_(part, part.sums)
     for at in part.spans(part.num_rows):
@@ -123,7 +134,7 @@ def _full_backward(
 
 
 @dataclass(frozen=True)
-class _Gradients:
+class KeyGradients:
     """Where the gradients of some heads over a stretch go."""
 
     rows: LogGradients
@@ -131,9 +142,10 @@ class _Gradients:
     offset: Float[Tensor, "N S 1"] | None
     values: Float[Tensor, "N S Dv"]
 
-    def part(self, heads: slice, span: slice) -> "_Gradients":
+    def part(self, heads: slice, span: slice) -> "KeyGradients":
+        """Return the same for some of the folded heads over a stretch."""
         offset = None if self.offset is None else self.offset[heads, span]
-        return _Gradients(self.rows.part(heads, span), self.keys.part(heads, span), offset, self.values[heads, span])
+        return KeyGradients(self.rows.part(heads, span), self.keys.part(heads, span), offset, self.values[heads, span])
 
     def put_keys(self, keys: Logs, at: slice, grad: Float[Tensor, "N n m"]) -> None:
         """Take the gradient of the log features of some keys."""
@@ -198,9 +210,11 @@ def linear_attention_op(
         folded, kept = [fold(x, len(problem.values)) for x in (o, inverse, log_total)], Kept(room.flatten(0, 1))
         for stretch in problem.stretches():
             heads, part = stretch.heads, problem.part(stretch)
-            rows = [x[heads, :, stretch.span] for x in folded]
-            after = _causal_forward(part, kept.of_heads(heads), *rows) if causal else _full_forward(part, *rows)
-            new_scale.flatten(0, 1)[heads] = after
+            rows, after = [x[heads, :, stretch.span] for x in folded], new_scale.flatten(0, 1)[heads]
+            if causal:
+                run(causal_forward(part, kept.of_heads(heads), after, *rows))
+            else:
+                after.copy_(_full_forward(part, *rows))
             problem.sums[heads] = part.sums.mT
     return o, inverse, new_sums, new_scale, log_total, room
 
@@ -226,14 +240,14 @@ def _backward_op(
         rows = LogGradients.like(log_q, q_weight, count, weigh=weigh[0])
         keys = LogGradients.like(log_k, k_weight, count, weigh=weigh[1])
         offset = None if grad_offset is None else grad_offset.flatten(0, 1)[..., None]
-        outs, after = _Gradients(rows, keys, offset, grad_v.flatten(0, 1)), grad_sums.flatten(0, 1)
+        outs, after = KeyGradients(rows, keys, offset, grad_v.flatten(0, 1)), grad_sums.flatten(0, 1)
         for stretch in problem.stretches():
             heads, span, part = stretch.heads, stretch.span, problem.part(stretch)
             results = tuple(x[heads, :, span] for x in folded)
             grad = after[heads].mT.clone(memory_format=torch.contiguous_format)
             grad = grad if stretch.closes else grad.zero_()
             if causal:
-                _causal_backward(part, kept_of(part, room, heads), results, grad, outs.part(heads, span))
+                run(causal_backward(part, kept_of(part, room, heads), results, grad, outs.part(heads, span)))
             else:
                 _full_backward(part, results, grad, outs.part(heads, span))
             if stretch.opens:

@@ -15,14 +15,15 @@ from mercer.ops.checks import full_precision
 from mercer.ops.linear_carry import (
     Kept,
     advance_,
+    chunks_backwards,
     closing,
     far_sums,
     hand_back_,
     keep_rows_,
     kept_of,
     kept_room,
-    pieces_backwards,
     row_gradients,
+    run,
     to_shift_,
     weight_gradients,
 )
@@ -71,19 +72,25 @@ def _solve_piece_(part: Part, piece: Piece, right: Tensor, ridge: Tensor, u: Ten
     u.copy_(values[..., :-1])
 
 
-def _forward(part: Part, kept: Kept, *of_tokens: Float[Tensor, "N T ..."]) -> Tensor:
-    """Write u and inverse, after right-hand sides and ridge; carry the sums on in place and return their scale."""
+def solve_forward(
+    part: Part, kept: Kept, after: Float[Tensor, "N m"], *of_tokens: Float[Tensor, "N T ..."]
+) -> Iterator[None]:
+    """Write u and inverse, after right-hand sides and ridge, stopping after every chunk.
+
+    Carries the sums on in place; their scale after the last token goes to `after`.
+    """
     scale = part.scale
     for number, chunk in enumerate(plan(part.keys, scale, part.tokens, part.size)):
         kept.put(number, part.sums, scale)
         for piece in chunk:
             scale = piece.scale
             _solve_piece_(part, piece, *(x[:, piece.span].unflatten(1, (part.blocks(piece), -1)) for x in of_tokens))
-    return scale
+        yield
+    after.copy_(scale)
 
 
 @dataclass(frozen=True)
-class _Solved:
+class Solved:
     """What the backward pass is given for each token: the forward pass's results and the gradient that reaches u."""
 
     ridge: Float[Tensor, "N ..."]
@@ -92,14 +99,14 @@ class _Solved:
     grad_u: Float[Tensor, "N ... Dv"]
     right: Float[Tensor, "N ... Dv"]
 
-    def of_heads(self, at: slice) -> "_Solved":
+    def of_heads(self, at: slice) -> "Solved":
         """Return the same for some of the folded heads."""
-        return _Solved(self.ridge[at], self.u[at], self.inverse[at], self.grad_u[at], self.right[at])
+        return Solved(self.ridge[at], self.u[at], self.inverse[at], self.grad_u[at], self.right[at])
 
-    def of_piece(self, at: slice, blocks: int) -> "_Solved":
+    def of_piece(self, at: slice, blocks: int) -> "Solved":
         """Return the same for the blocks of a piece."""
         of_tokens = (self.ridge, self.u, self.inverse, self.grad_u, self.right)
-        return _Solved(*(x[:, at].unflatten(1, (blocks, -1)) for x in of_tokens))
+        return Solved(*(x[:, at].unflatten(1, (blocks, -1)) for x in of_tokens))
 
     @property
     def smooth(self) -> Float[Tensor, "N ... Dv"]:
@@ -108,7 +115,7 @@ class _Solved:
 
 
 @dataclass(frozen=True)
-class _Gradients:
+class SolveGradients:
     """Where the gradients of some heads go; `cols` None: those of columns are added to those of the rows."""
 
     rhs: Float[Tensor, "N T Dv"]
@@ -118,15 +125,15 @@ class _Gradients:
     factor: Float[Tensor, "N T 1"] | None
     offset: Float[Tensor, "N T 1"] | None
 
-    def of_heads(self, at: slice) -> "_Gradients":
+    def of_heads(self, at: slice) -> "SolveGradients":
         """Return the same for some of the folded heads."""
         cols = self.cols and self.cols.part(at, slice(None))
         factor, offset = (None if x is None else x[at] for x in (self.factor, self.offset))
-        return _Gradients(self.rhs[at], self.ridge[at], self.rows.part(at, slice(None)), cols, factor, offset)
+        return SolveGradients(self.rhs[at], self.ridge[at], self.rows.part(at, slice(None)), cols, factor, offset)
 
 
 def _adjoint_(
-    weights: Weights, values: Float[Tensor, "N b h W"], solved: _Solved, grad_sums: Float[Tensor, "N W m"], piece: Piece
+    weights: Weights, values: Float[Tensor, "N b h W"], solved: Solved, grad_sums: Float[Tensor, "N W m"], piece: Piece
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Solve the transposed system of a piece, from its last block to the first; the weights inside blocks are used up.
 
@@ -149,25 +156,32 @@ def _adjoint_(
     return g, grad, grad_keys
 
 
-def _backward(part: Part, kept: Kept, solved: _Solved, grad_sums: Float[Tensor, "N W m"], outs: _Gradients) -> None:
-    """Write the gradients of right-hand sides, ridge, rows and columns; turn the sums' into that of those entering."""
-    for piece, before in pieces_backwards(part, kept):
-        at, piece = piece.span, part.with_logs(piece)
-        weights, blocks = part.weights(piece), part.blocks(piece)
-        values, of_piece = part.values_at(at, blocks), solved.of_piece(at, blocks)
-        g, grad, grad_col = _adjoint_(weights, values, of_piece, grad_sums, piece)
-        outs.rhs[:, at] = g.flatten(1, 2)
-        outs.ridge[:, at] = -(g * of_piece.u).sum(-1).flatten(1, 2)
-        grad_row, grad_col = weight_gradients(weights, values, grad, grad_col, before, piece)
-        grad_col = _of_product(part.keys, piece, grad_col, outs)
-        if outs.cols is not None and part.rows is not None:
-            outs.rows.put(part.rows, at, grad_row, blocks)
-            outs.cols.put(part.keys, at, grad_col)
-        else:
-            outs.rows.put(part.keys, at, grad_row.add_(grad_col))
+def solve_backward(
+    part: Part, kept: Kept, solved: Solved, grad_sums: Float[Tensor, "N W m"], outs: "SolveGradients"
+) -> Iterator[None]:
+    """Write the gradients of right-hand sides, ridge, rows and columns, stopping after every chunk, the last one first.
+
+    Turns the gradient of the sums that left, in place, into that of those entering.
+    """
+    for chunk in chunks_backwards(part, kept):
+        for piece, before in chunk:
+            at, piece = piece.span, part.with_logs(piece)
+            weights, blocks = part.weights(piece), part.blocks(piece)
+            values, of_piece = part.values_at(at, blocks), solved.of_piece(at, blocks)
+            g, grad, grad_col = _adjoint_(weights, values, of_piece, grad_sums, piece)
+            outs.rhs[:, at] = g.flatten(1, 2)
+            outs.ridge[:, at] = -(g * of_piece.u).sum(-1).flatten(1, 2)
+            grad_row, grad_col = weight_gradients(weights, values, grad, grad_col, before, piece)
+            grad_col = _of_product(part.keys, piece, grad_col, outs)
+            if outs.cols is not None and part.rows is not None:
+                outs.rows.put(part.rows, at, grad_row, blocks)
+                outs.cols.put(part.keys, at, grad_col)
+            else:
+                outs.rows.put(part.keys, at, grad_row.add_(grad_col))
+        yield
 
 
-def _of_product(keys: Logs, piece: Piece, grad: Tensor, outs: _Gradients) -> Float[Tensor, "N n m"]:
+def _of_product(keys: Logs, piece: Piece, grad: Tensor, outs: SolveGradients) -> Float[Tensor, "N n m"]:
     """Write the gradients of factor and offset, if there are any; return that of what they are applied to, in place."""
     at, product = piece.span, piece.product
     if outs.offset is not None:
@@ -222,7 +236,7 @@ def linear_kernel_solve_op(
         scales, *of_tokens = (x.flatten(0, 1) for x in (new_scale, rhs, ridge, u, inverse))
         for stretch in problem.stretches():
             at, part = stretch.heads, problem.part(stretch)
-            scales[at] = _forward(part, kept.of_heads(at), *(x[at] for x in of_tokens))
+            run(solve_forward(part, kept.of_heads(at), scales[at], *(x[at] for x in of_tokens)))
             problem.sums[at] = part.sums.mT
     return u, inverse, new_sums, new_scale, room
 
@@ -244,16 +258,16 @@ def _backward_op(
     with full_precision(rhs.device):
         logs = (log_rows, rows_weight, log_cols, cols_weight, factor, offset)
         problem = _problem(*logs, u, sums, scale, mask, documents, last, chunk_size, threads)
-        solved = _Solved(*(x.flatten(0, 1) for x in (ridge, u, inverse, grad_u, rhs)))
+        solved = Solved(*(x.flatten(0, 1) for x in (ridge, u, inverse, grad_u, rhs)))
         count = len(solved.u)
         rows = LogGradients.like(log_rows, rows_weight, count, weigh=weigh[0])
         cols = None if log_cols is None else LogGradients.like(log_cols, cols_weight, count, weigh=weigh[1])
         scales = [None if x is None else x.new_empty(count, x.shape[2], 1) for x in (factor, offset)]
-        outs = _Gradients(right.flatten(0, 1), ridges.flatten(0, 1), rows, cols, *scales)
+        outs = SolveGradients(right.flatten(0, 1), ridges.flatten(0, 1), rows, cols, *scales)
         for stretch in problem.stretches():
             at, part = stretch.heads, problem.part(stretch)
             grad = grad_sums.flatten(0, 1)[at].mT.clone(memory_format=torch.contiguous_format)
-            _backward(part, kept_of(part, room, at), solved.of_heads(at), grad, outs.of_heads(at))
+            run(solve_backward(part, kept_of(part, room, at), solved.of_heads(at), grad, outs.of_heads(at)))
             entering.flatten(0, 1)[at] = grad.mT
     of_cols = [] if cols is None or log_cols is None else cols.results(log_cols, cols_weight)
     scales = [x.view_as(like) for x, like in zip(scales, (factor, offset), strict=True) if x is not None]
