@@ -14,6 +14,7 @@ from mercer.mixers import map_state, mixer_options
 VARIANTS = {
     "darkformer near": ("darkformer", {"window": 5, "sinks": 2, "center": True}),
     "lfk separate": ("lfk", {"separate": True, "window": 3}),
+    "linear_cubit share": ("linear_cubit", {"share": True}),
 }  # options that change the path
 every_mixer = pytest.mark.parametrize("name", sorted(MIXERS) + sorted(VARIANTS))
 SIZES = {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "hidden_size": 32}

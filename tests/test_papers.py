@@ -159,6 +159,7 @@ def test_linear_cubit(share):
     randomise(m)
     q, k, v = (projected(attention, x[0], f"{n}_proj") for n in "qkv")
     r = k if share else m.r_proj(x[0]).view(T, H, D)
+    reference_features = m.features if share else m.reference_features
     o, eye = torch.zeros(T, H, D, dtype=torch.float64), torch.eye(D, dtype=torch.float64)
     for h in range(H):
         kernel = lambda a, b, omega: exponential_features(a, omega, eye) @ exponential_features(b, omega, eye)
@@ -170,7 +171,7 @@ def test_linear_cubit(share):
         for t in range(T):
             z = m.rescale_proj.weight[h] @ x[0, t] + m.rescale_proj.bias[h]
             s = m.rescale_lower[h] + m.rescale_range[h] / (1 + torch.exp(-z))
-            p = [kernel(rows[t], units[j], m.reference_features.omega[h]) for j in range(t + 1)]
+            p = [kernel(rows[t], units[j], reference_features.omega[h]) for j in range(t + 1)]
             total = sum(p)
             rest = s * v[t, h] - sum((w / total * value for w, value in zip(p[:-1], u, strict=True)), 0 * v[t, h])
             u.append(rest / (p[t] / total + torch.exp(m.log_ridge[h])))

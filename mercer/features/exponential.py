@@ -40,7 +40,8 @@ class _Exponential(FeatureMap):
 
     def moved_tokens(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T rank"]:
         """Return x' of vectors that are not grouped by their directions."""
-        return self.moved(group_heads(x, self.num_heads)).reshape(*x.shape[:3], -1)
+        moved = self.moved(group_heads(x, self.num_heads))
+        return moved.reshape(*x.shape[:3], moved.shape[3])
 
     def factors(self, x, length):
         # M is applied first: absorbed in the directions, it would get its gradient through all of them

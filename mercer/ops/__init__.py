@@ -3,6 +3,11 @@
 from mercer.ops.checks import repeat_heads, visible, zero_padding
 from mercer.ops.linear import LinearState, linear_attention, linear_attention_naive
 from mercer.ops.linear_logs import Factored
+from mercer.ops.linear_regression import (
+    LinearRegressionState,
+    linear_kernel_regression,
+    linear_kernel_regression_naive,
+)
 from mercer.ops.linear_solve import LinearSolveState, Rescaled, linear_kernel_solve, linear_kernel_solve_naive
 from mercer.ops.local_linear import local_linear_attention, local_linear_attention_naive
 from mercer.ops.near_far import near_far_attention
@@ -13,6 +18,7 @@ from mercer.ops.solve import BIDIRECTIONAL_RIDGE, kernel_solve, kernel_solve_nai
 __all__ = [
     "BIDIRECTIONAL_RIDGE",
     "Factored",
+    "LinearRegressionState",
     "LinearSolveState",
     "LinearState",
     "NearFarState",
@@ -21,6 +27,8 @@ __all__ = [
     "kernel_solve_naive",
     "linear_attention",
     "linear_attention_naive",
+    "linear_kernel_regression",
+    "linear_kernel_regression_naive",
     "linear_kernel_solve",
     "linear_kernel_solve_naive",
     "local_linear_attention",

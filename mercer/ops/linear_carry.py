@@ -138,7 +138,7 @@ def chunks_backwards(part: Part, kept: Kept) -> Iterator[Iterator[tuple[Piece, T
         yield zip(reversed(pieces), reversed(inside), strict=True)
 
 
-def run(passes: Iterator[None]) -> None:
+def run(passes: Iterator[Any]) -> None:
     """Let passes go over all their chunks."""
     deque(passes, maxlen=0)
 

@@ -212,7 +212,7 @@ def _measure(log_k: Logs, tokens: Tokens, start: int, stop: int, scale: Float[Te
     """Return the piece [start, stop) after sums at `scale`, and its spread in nats."""
     span = slice(start, stop)
     product = log_k.product(span)
-    keys = log_k.finished(product, span, keep=log_k.tied)
+    keys = log_k.finished(product, span)
     parts = documents_of(tokens, start, stop)
     if parts is not None:
         scale = torch.where(parts.opening[:, 0], scale, FLOOR)

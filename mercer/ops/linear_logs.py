@@ -5,7 +5,7 @@ they and their gradients would be most of what these operators read and write; i
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -141,6 +141,21 @@ def in_blocks(x: Float[Tensor, "N G n d"], blocks: int) -> Float[Tensor, "N b G 
     return x.unflatten(2, (blocks, -1)).transpose(1, 2)
 
 
+@dataclass
+class Shared:
+    """The product of one chunk, made by the first who reads it and kept for the others."""
+
+    start: int = 0
+    made: Float[Tensor, "N n m"] | None = None
+
+    def read(self, logs: "Logs", span: slice) -> Float[Tensor, "N n m"]:
+        """Return a stretch of it; another chunk takes its place."""
+        made = self.made
+        if made is None or not self.start <= span.start <= span.stop <= self.start + made.shape[1]:
+            self.start, self.made = span.start, (made := logs.made(span))
+        return made[:, span.start - self.start : span.stop - self.start]
+
+
 @dataclass(frozen=True)
 class Logs:
     """Log features of folded heads, worked out for a stretch of tokens at a time, in units of `unit` nats.
@@ -157,7 +172,8 @@ class Logs:
         square: how much of ||x||^2 is added to it.
         constant: what is added to all of it.
         real: True = real token, -inf elsewhere; None = all are.
-        tied: whether rows are made of the same products as keys, which must be kept for them.
+        tied: whether rows are made of the same products as keys.
+        shared: where products are read that others read too.
     """
 
     x: Float[Tensor, "N G T r"]
@@ -169,6 +185,7 @@ class Logs:
     constant: float = 0.0
     real: Bool[Tensor, "N T"] | None = None
     tied: bool = False
+    shared: Shared | None = None
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor | None, count: int, factor=None, offset=None, *, tied=False) -> "Logs":
@@ -205,12 +222,26 @@ class Logs:
 
     def product(self, span: slice, blocks: int = 1) -> Float[Tensor, "N Gn m"]:
         """Return the features of a stretch, before factor and offset; a view of x if they are given."""
+        return self.made(span, blocks) if self.shared is None else self.shared.read(self, span)
+
+    def made(self, span: slice, blocks: int = 1) -> Float[Tensor, "N Gn m"]:
+        """Make the product of a stretch."""
         x = self.cut(span, blocks)
         return x if self.scaled is None else torch.bmm(x, self.scaled)
 
-    def finished(self, product: Float[Tensor, "N n m"], span: slice, *, keep: bool = True) -> Float[Tensor, "N n m"]:
-        """Return the features of a stretch of keys, whose product this is; unless `keep`, it may be used up."""
-        own = self.weight is not None and not keep
+    @property
+    def lends(self) -> bool:
+        """Whether others need the product too, or it is a view of x, so that it must be kept."""
+        return self.tied or self.shared is not None or self.weight is None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the features are the product itself."""
+        return self.factor is None and self.offset is None and not self.square and not self.constant
+
+    def finished(self, product: Float[Tensor, "N n m"], span: slice) -> Float[Tensor, "N n m"]:
+        """Return the features of a stretch of keys, whose product this is; unless it `lends` that, it is used up."""
+        own = not self.lends
         if self.factor is not None:
             product = torch.mul(product, self.factor[:, span], out=product if own else None)
             own = True
@@ -231,6 +262,10 @@ class Logs:
         """Add nats to products or features made by this; unless `keep`, in place where they are not a view of x."""
         own = self.weight is not None and not keep
         return torch.add(logs, nats / self.unit, out=logs if own else None)
+
+    def sharing(self, shared: Shared) -> "Logs":
+        """Return the same, reading its product where others read it too."""
+        return replace(self, shared=shared)
 
     def part(self, heads: slice, span: slice, real: Bool[Tensor, "N n"] | None = None) -> "Logs":
         """Return some heads over a stretch, of which `real` are real."""
@@ -278,3 +313,36 @@ class LogGradients:
             x,
             torch.zeros_like(weight) if by_head is None else by_head.unflatten(0, (len(like), len(weight))).sum(0),
         ]
+
+
+@dataclass
+class SharedGradients:
+    """Gradients of a `Shared` product, added up over a chunk before they go through the weight."""
+
+    into: LogGradients
+    parts: list[tuple[slice, Tensor]] = field(default_factory=list)
+    squares: list[tuple[slice, Tensor]] = field(default_factory=list)
+
+    def part(self, heads: slice, span: slice) -> "SharedGradients":
+        """Return the room of some heads over a stretch, with nothing in it yet."""
+        return SharedGradients(self.into.part(heads, span))
+
+    def put(self, logs: Logs, span: slice, grad: Float[Tensor, "N n m"], blocks: int = 1) -> None:
+        """Take what one reader hands back of a stretch; it may be used up."""
+        self.parts.append((span, grad))
+        if logs.square:
+            self.squares.append((span, grad.sum(-1, keepdim=True).mul_(2 * logs.square)))
+
+    def hand_on(self, keys: Logs) -> None:
+        """Write the gradient of the chunk that all readers are through with."""
+        start, stop = min(span.start for span, _ in self.parts), max(span.stop for span, _ in self.parts)
+        (span, total), *others = self.parts
+        if (span.start, span.stop) != (start, stop):
+            total, others = total.new_zeros(total.shape[0], stop - start, total.shape[2]), self.parts
+        for span, grad in others:
+            total[:, span.start - start : span.stop - start] += grad
+        self.into.put(replace(keys, square=0.0), slice(start, stop), total)
+        for span, grad in self.squares:
+            self.into.x[:, 0, span].addcmul_(keys.x[:, 0, span], grad)
+        self.parts.clear()
+        self.squares.clear()

@@ -23,7 +23,7 @@ from mercer.ops.linear_carry import (
     weight_gradients,
 )
 from mercer.ops.linear_chunks import FLOOR, plan
-from mercer.ops.linear_logs import LogGradients, Logs, exp_, fold, in_blocks
+from mercer.ops.linear_logs import LogGradients, Logs, SharedGradients, exp_, fold, in_blocks
 from mercer.ops.linear_pieces import Part, Problem, matmul
 
 BLOCK = 64  # longer blocks only add work above the diagonal; of 32 the matrices are too small
@@ -138,7 +138,7 @@ class KeyGradients:
     """Where the gradients of some heads over a stretch go."""
 
     rows: LogGradients
-    keys: LogGradients
+    keys: LogGradients | SharedGradients
     offset: Float[Tensor, "N S 1"] | None
     values: Float[Tensor, "N S Dv"]
 
@@ -161,7 +161,7 @@ _ARGUMENTS = (
 )
 
 
-def _problem(
+def attention_problem(
     log_q,
     q_weight,
     log_k,
@@ -206,7 +206,7 @@ def linear_attention_op(
     room = kept_room(sums, v, chunk_size, keep=keep and causal)
     with full_precision(log_q.device):
         others = (new_sums, scale, mask, documents, last, k_square, k_constant, causal, chunk_size, threads)
-        problem = _problem(log_q, q_weight, log_k, k_weight, k_offset, v, *others)
+        problem = attention_problem(log_q, q_weight, log_k, k_weight, k_offset, v, *others)
         folded, kept = [fold(x, len(problem.values)) for x in (o, inverse, log_total)], Kept(room.flatten(0, 1))
         for stretch in problem.stretches():
             heads, part = stretch.heads, problem.part(stretch)
@@ -234,7 +234,9 @@ def _backward_op(
     grad_offset = None if k_offset is None else torch.empty_like(k_offset, memory_format=torch.contiguous_format)
     with full_precision(log_q.device):
         logs = (log_q, q_weight, log_k, k_weight, k_offset)
-        problem = _problem(*logs, v, sums, scale, mask, documents, last, k_square, k_constant, causal, size, threads)
+        problem = attention_problem(
+            *logs, v, sums, scale, mask, documents, last, k_square, k_constant, causal, size, threads
+        )
         count = len(problem.values)
         folded = [fold(x, count) for x in (grad_o, o, inverse, grad_log_total)]
         rows = LogGradients.like(log_q, q_weight, count, weigh=weigh[0])

@@ -23,7 +23,7 @@ from mercer.ops.linear_chunks import (
     heads_at_once,
     tokens_of,
 )
-from mercer.ops.linear_logs import Logs, in_blocks
+from mercer.ops.linear_logs import Logs, Shared, in_blocks
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,10 @@ class Part:
     def num_rows(self) -> int:
         """Tokens that have rows."""
         return self.keys.length if self.rows is None else self.rows.length
+
+    def sharing(self, shared: Shared) -> "Part":
+        """Return the same, whose keys read their product where others read it too."""
+        return replace(self, keys=self.keys.sharing(shared))
 
     def blocks(self, piece: Piece) -> int:
         """Return into how many blocks a piece is divided.
@@ -121,8 +125,8 @@ class Part:
         """Return exp(log_k - shift); `logs`, if they are at hand already, are used up where they may be."""
         keys, shift = self.keys, -shift[:, None]
         if logs is None:
-            logs = keys.finished(keys.product(at), at, keep=False)
-        weights = keys.exp_(keys.add(logs, shift, keep=keys.tied and keys.factor is None and keys.offset is None))
+            logs = keys.finished(keys.product(at), at)
+        weights = keys.exp_(keys.add(logs, shift, keep=keys.lends and keys.plain))
         return weights.unflatten(1, (blocks, -1))
 
     def with_logs(self, piece: Piece) -> Piece:
@@ -130,7 +134,7 @@ class Part:
         if piece.logs is not None:
             return piece
         product = self.keys.product(piece.span)
-        logs = self.keys.finished(product, piece.span, keep=self.keys.tied)
+        logs = self.keys.finished(product, piece.span)
         return replace(piece, logs=logs, product=product if self.keys.tied else None)
 
     def weights(self, piece: Piece, peak: Tensor | None = None) -> Weights:

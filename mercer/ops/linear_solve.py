@@ -76,7 +76,7 @@ def linear_kernel_solve_naive(
     with full_precision(rhs.device):
         log_cols = log_cols.of(log_rows) if isinstance(log_cols, Rescaled) else dense(log_cols)
         log_rows = dense(log_rows)
-        right, ridge_, past = _prepare(log_rows, log_cols, rhs, ridge, mask, segments, state)
+        right, ridge_, past = prepare(log_rows, log_cols, rhs, ridge, mask, segments, state)
         log_rows, log_cols = (repeat_heads(x, right.shape[1]) for x in (log_rows, log_cols))
         definition = Definition.of(log_cols, mask, segments, past)
         weights, before, total = definition.weights(log_rows)
@@ -136,7 +136,7 @@ def linear_kernel_solve(
     if chunk_size < 1:
         raise ValueError(f"chunk_size ({chunk_size}) must be at least 1")
     rescaled, log_cols = (log_cols, log_rows) if isinstance(log_cols, Rescaled) else (None, log_cols)
-    right, ridge_, past = _prepare(outline(log_rows), outline(log_cols), rhs, ridge, mask, segments, state)
+    right, ridge_, past = prepare(outline(log_rows), outline(log_cols), rhs, ridge, mask, segments, state)
     heads, dtype = right.shape[1], past.sums.dtype
     if right.shape[2] == 1:
         with full_precision(rhs.device):
@@ -183,7 +183,7 @@ def scales_of(
     return [repeat_heads(zero_padding(x[..., None].to(dtype), mask), heads)[..., 0] for x in given]
 
 
-def _prepare(
+def prepare(
     log_rows: Tensor,
     log_cols: Tensor,
     rhs: Tensor,

@@ -28,7 +28,7 @@ from mercer.ops.linear_carry import (
     weight_gradients,
 )
 from mercer.ops.linear_chunks import Documents, Piece, plan
-from mercer.ops.linear_logs import LogGradients, Logs
+from mercer.ops.linear_logs import LogGradients, Logs, SharedGradients
 from mercer.ops.linear_pieces import Part, Problem, Weights
 
 BLOCK = 32  # inside a block the system is solved token by token, which costs more than the products between blocks
@@ -120,7 +120,7 @@ class SolveGradients:
 
     rhs: Float[Tensor, "N T Dv"]
     ridge: Float[Tensor, "N T"]
-    rows: LogGradients
+    rows: LogGradients | SharedGradients
     cols: LogGradients | None
     factor: Float[Tensor, "N T 1"] | None
     offset: Float[Tensor, "N T 1"] | None
@@ -202,7 +202,7 @@ _ARGUMENTS = (
 )
 
 
-def _problem(
+def solve_problem(
     rows, rows_weight, cols, cols_weight, factor, offset, rhs, sums, scale, mask, documents, last, size, threads
 ):
     count = rhs.shape[0] * rhs.shape[1]
@@ -231,7 +231,7 @@ def linear_kernel_solve_op(
     room = kept_room(sums, rhs, chunk_size, keep=keep)
     with full_precision(rhs.device):
         logs = (log_rows, rows_weight, log_cols, cols_weight, factor, offset)
-        problem = _problem(*logs, rhs, new_sums, scale, mask, documents, last, chunk_size, threads)
+        problem = solve_problem(*logs, rhs, new_sums, scale, mask, documents, last, chunk_size, threads)
         kept = Kept(room.flatten(0, 1))
         scales, *of_tokens = (x.flatten(0, 1) for x in (new_scale, rhs, ridge, u, inverse))
         for stretch in problem.stretches():
@@ -257,7 +257,7 @@ def _backward_op(
         grad_u = grad_u.masked_fill(~mask[:, None, :, None], 0)
     with full_precision(rhs.device):
         logs = (log_rows, rows_weight, log_cols, cols_weight, factor, offset)
-        problem = _problem(*logs, u, sums, scale, mask, documents, last, chunk_size, threads)
+        problem = solve_problem(*logs, u, sums, scale, mask, documents, last, chunk_size, threads)
         solved = Solved(*(x.flatten(0, 1) for x in (ridge, u, inverse, grad_u, rhs)))
         count = len(solved.u)
         rows = LogGradients.like(log_rows, rows_weight, count, weigh=weigh[0])

@@ -25,9 +25,10 @@ def _linear(T: int, H: int, D: int, options: Mapping[str, Any]) -> int:
 
 
 def _linear_cubit(T: int, H: int, D: int, options: Mapping[str, Any]) -> int:
-    """Return those of smoothing and of the system, for whose rows and columns r is projected once."""
+    """Return those of smoothing and of the system; r is projected once, and not at all where it is k."""
     m, block = options["num_features"], linear_solve_passes.BLOCK
-    return _linear(T, H, D, options) + H * (6 * m * D + 2 * block * m)
+    projected = 0 if options["share"] else 2 * m * D
+    return _linear(T, H, D, options) + H * (projected + 4 * m * D + 2 * block * m)
 
 
 # Operations of mixing a token forward, in one layer, from (length T, heads H, head width D, options). A causal token

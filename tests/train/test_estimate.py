@@ -28,8 +28,10 @@ def test_operations_of_mixing():
     for length in (256, 512):
         assert mixing("performer", length, num_features=m) == linear
     assert mixing("darkformer", num_features=m, window=8, sinks=2) == linear + 4 * 10 * H * D
-    system = H * (2 * m * D + 2 * 32 * m + 4 * m * D)  # features of r, a block, sums in and out
+    system = H * (2 * 32 * m + 4 * m * D)  # a block, sums in and out
     assert mixing("linear_cubit", num_features=m, share=True, lrr=False) == linear + system
+    own = H * (2 * m * D + 2 * D * D * H)  # features of r, and r
+    assert mixing("linear_cubit", num_features=m, lrr=False) == linear + system + own
     assert mixing("window", window=8, sinks=2) == 4 * 10 * H * D
 
 
