@@ -58,8 +58,9 @@ class _Exponential(FeatureMap):
         with full_precision(x.device):
             x, second = (t.to(compute_dtype(x)) for t in (x, second))
             rows = self.factors(x, first)
-            offset = second.square() * -rows.x.square().sum(-1, keepdim=True) / 2 - math.log(self.num_features) / 2
-            return rows, Rescaled((second / first)[..., 0], offset[..., 0])
+            second = second[..., 0]
+            offset = second.square() * -torch.linalg.vecdot(rows.x, rows.x) / 2 - math.log(self.num_features) / 2
+            return rows, Rescaled(second / first, offset)
 
 
 class Favor(_Exponential):

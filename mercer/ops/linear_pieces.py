@@ -40,6 +40,7 @@ class Part:
     """Some folded heads over a stretch of tokens that can be worked by itself; padded keys are gone.
 
     `rows` None: the log features of a row are the product that its key is made of. `sums` are carried on in place.
+    `block` None: pieces are not divided into blocks.
     """
 
     rows: Logs | None
@@ -49,7 +50,7 @@ class Part:
     scale: Float[Tensor, "N m"]
     tokens: Tokens
     size: int
-    block: int
+    block: int | None
 
     @property
     def groups(self) -> int:
@@ -71,7 +72,7 @@ class Part:
         One on an accelerator, where documents begin inside, and where its length is no multiple of a block.
         """
         length = piece.stop - piece.start
-        whole = piece.parts is not None or self.sums.device.type != "cpu" or length % self.block > 0
+        whole = piece.parts is not None or self.block is None or length % self.block > 0
         return 1 if whole else length // self.block
 
     def spans(self, length: int) -> Iterator[slice]:
@@ -169,7 +170,7 @@ class Problem:
     batch: int
     causal: bool
     size: int
-    block: int
+    block: int | None
     threads: int
 
     @classmethod
@@ -181,7 +182,8 @@ class Problem:
         tokens = tokens_of(mask, documents, last, occupied, v.shape[1])
         values, sums, scale = (x.flatten(0, 1) for x in (v, sums, scale))
         size = chunk_length(v.device, chunk_size)
-        return cls(rows, keys, values, sums, scale, tokens, last.shape[0], causal, size, block, threads)
+        blocks = block if v.device.type == "cpu" else None
+        return cls(rows, keys, values, sums, scale, tokens, last.shape[0], causal, size, blocks, threads)
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield a few heads at a time, so that a chunk of them stays in the cache; without causality, each document."""
