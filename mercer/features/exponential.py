@@ -57,10 +57,7 @@ class _Exponential(FeatureMap):
             return super().two_lengths(x, first, second)
         with full_precision(x.device):
             x, second = (t.to(compute_dtype(x)) for t in (x, second))
-            rows = self.factors(x, first)
-            second = second[..., 0]
-            offset = second.square() * -torch.linalg.vecdot(rows.x, rows.x) / 2 - math.log(self.num_features) / 2
-            return rows, Rescaled(second / first, offset)
+            return self.factors(x, first), Rescaled((second / first)[..., 0])
 
 
 class Favor(_Exponential):

@@ -1,6 +1,6 @@
 """Attention with feature-space weights: the quadratic definition, and the same in linear time with carried sums."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Bool, Float, Int
@@ -18,7 +18,7 @@ from mercer.ops.checks import (
 )
 from mercer.ops.linear_chunks import document_ids, num_threads
 from mercer.ops.linear_definition import Definition, Sums, segment_after
-from mercer.ops.linear_logs import Factored, LogFeatures, arguments_of, dense, offset_of, outline
+from mercer.ops.linear_logs import Factored, LogFeatures, added_of, arguments_of, dense, outline
 from mercer.ops.linear_passes import linear_attention_op
 from mercer.ops.linear_step import attention_step
 
@@ -141,10 +141,7 @@ def log_arguments(
     dtype, of_rows = past.sums.dtype, mask if outline(log_q).shape[2] == v.shape[2] else None
     with full_precision(v.device):
         rows, keys = (arguments_of(x, v.shape[1], dtype, m) for x, m in ((log_q, of_rows), (log_k, mask)))
-        left = (0.0, 0.0)
-        if isinstance(log_k, Factored) and keys[1] is not None:
-            left, log_k = (log_k.square, log_k.constant), replace(log_k, square=0.0, constant=0.0)
-        return *rows, *keys, offset_of(log_k, dtype, mask), *left
+        return *rows, *keys, *added_of(log_k, keys[1], dtype, mask)
 
 
 def check_linear(

@@ -71,9 +71,9 @@ class Factored:
         """Return the features with zeros for x where padded: NaN there would reach the gradient of the weight."""
         return replace(self, x=zero_padding(self.x, mask))
 
-    def product(self) -> "Factored":
-        """Return the features without what is added to all of a token."""
-        return replace(self, square=0.0, constant=0.0, offset=None)
+    def without_offset(self) -> "Factored":
+        """Return the features without their offset."""
+        return replace(self, offset=None)
 
     def plus(self, offset: Float[Tensor, "B H T 1"]) -> "Factored":
         """Return the features with a number added to all of a token."""
@@ -131,6 +131,16 @@ def offset_of(
     return offset if mask is None else offset.masked_fill(~mask[:, None], 0)
 
 
+def added_of(
+    log_phi: LogFeatures, weight: Tensor | None, dtype: torch.dtype, mask: Bool[Tensor, "B T"] | None
+) -> tuple[Float[Tensor, "B H T"] | None, float, float]:
+    """Return what `arguments_of` left out as offset, square and constant: all in the offset if there is no weight."""
+    if not isinstance(log_phi, Factored) or weight is None:
+        return offset_of(log_phi, dtype, mask), 0.0, 0.0
+    rest = replace(log_phi, square=0.0, constant=0.0)
+    return offset_of(rest, dtype, mask), log_phi.square, log_phi.constant
+
+
 def fold(x: Float[Tensor, "B H T d"], count: int) -> Float[Tensor, "N G T d"]:
     """Put the query heads that share one of the `count` = B Hk folded key heads beside each other."""
     return x.reshape(count, x.shape[0] * x.shape[1] // max(count, 1), *x.shape[2:])
@@ -167,9 +177,9 @@ class Logs:
         x: the features, or what they are made of.
         weight: with it x is multiplied; None = x are the features.
         scaled: the same in units of log 2, transposed.
-        factor: one number a token on the product; None = 1.
-        offset: one number a token added to it; None = 0.
-        square: how much of ||x||^2 is added to it.
+        factor: one number a token on x; None = 1.
+        offset: one number a token added to the product; None = 0.
+        square: how much of ||factor x||^2 is added to it.
         constant: what is added to all of it.
         real: True = real token, -inf elsewhere; None = all are.
         tied: whether rows are made of the same products as keys.
@@ -250,12 +260,19 @@ class Logs:
             product = torch.add(product, added / self.unit, out=product if own else None)
         return product if self.real is None else product.masked_fill(~self.real[:, span, None], -math.inf)
 
+    def squares(self, span: slice) -> Float[Tensor, "N n 1"]:
+        """Return ||x||^2 of a stretch of keys."""
+        return self.x[:, :, span].flatten(1, 2).square().sum(-1, keepdim=True)
+
     def _added(self, span: slice) -> Float[Tensor, "N n 1"] | None:
         """Return what is added to all features of a token."""
         offset = None if self.offset is None else self.offset[:, span]
         if not self.square and not self.constant:
             return offset
-        by_token = self.x[:, :, span].flatten(1, 2).square().sum(-1, keepdim=True).mul_(self.square).add_(self.constant)
+        by_token = self.squares(span).mul_(self.square)
+        if self.factor is not None:
+            by_token.mul_(self.factor[:, span].square())
+        by_token.add_(self.constant)
         return by_token if offset is None else by_token.add_(offset)
 
     def add(self, logs: Tensor, nats: Tensor, *, keep: bool = False) -> Tensor:
@@ -293,15 +310,29 @@ class LogGradients:
         """Return the room of some heads over a stretch."""
         return LogGradients(self.x[heads, :, span], None if self.weight is None else self.weight[heads])
 
-    def put(self, logs: Logs, span: slice, grad: Float[Tensor, "N Gn m"], blocks: int = 1) -> None:
-        """Take the gradient of the features of a stretch, after the square and before factor and offset."""
-        out = in_blocks(self.x[:, :, span], blocks)
-        of_x = grad if logs.weight is None else torch.bmm(grad, logs.weight)
-        if logs.square:
-            of_x.addcmul_(logs.cut(span, blocks), grad.sum(-1, keepdim=True), value=2 * logs.square)
-        out.copy_(of_x.view(out.shape))
+    def put(
+        self,
+        logs: Logs,
+        span: slice,
+        grad: Float[Tensor, "N Gn m"],
+        blocks: int = 1,
+        of_square: Float[Tensor, "N Gn 1"] | None = None,
+    ) -> None:
+        """Take the gradient of the product of a stretch.
+
+        `of_square` is that of ||x||^2; by default that of what `logs` adds of it to the product, without a factor.
+        """
+        x, room = logs.cut(span, blocks), in_blocks(self.x[:, :, span], blocks)
+        of_square = _of_square(logs, grad) if of_square is None else of_square
+        whole = room.shape[2] == 1 and logs.weight is not None  # one head a key: x lies as the product does
+        out = self.x[:, 0, span] if whole else None
+        of_x = grad if logs.weight is None else torch.bmm(grad, logs.weight, out=out)
+        if of_square is not None:
+            of_x.addcmul_(x, of_square, value=2)
+        if out is None:
+            room.copy_(of_x.view(room.shape))
         if self.weight is not None:
-            self.weight.baddbmm_(grad.mT, logs.cut(span, blocks))
+            self.weight.baddbmm_(grad.mT, x)
 
     def results(self, like: Tensor, weight: Tensor | None) -> list[Tensor]:
         """Return the gradients of x, shaped like it, and of the weight, if there is one: zeros if it was not wanted."""
@@ -327,22 +358,40 @@ class SharedGradients:
         """Return the room of some heads over a stretch, with nothing in it yet."""
         return SharedGradients(self.into.part(heads, span))
 
-    def put(self, logs: Logs, span: slice, grad: Float[Tensor, "N n m"], blocks: int = 1) -> None:
-        """Take what one reader hands back of a stretch; it may be used up."""
+    def put(
+        self,
+        logs: Logs,
+        span: slice,
+        grad: Float[Tensor, "N n m"],
+        blocks: int = 1,
+        of_square: Float[Tensor, "N n 1"] | None = None,
+    ) -> None:
+        """Take what one reader hands back of a stretch, as `LogGradients` does; it may be used up."""
         self.parts.append((span, grad))
-        if logs.square:
-            self.squares.append((span, grad.sum(-1, keepdim=True).mul_(2 * logs.square)))
+        of_square = _of_square(logs, grad) if of_square is None else of_square
+        if of_square is not None:
+            self.squares.append((span, of_square))
 
     def hand_on(self, keys: Logs) -> None:
         """Write the gradient of the chunk that all readers are through with."""
-        start, stop = min(span.start for span, _ in self.parts), max(span.stop for span, _ in self.parts)
-        (span, total), *others = self.parts
-        if (span.start, span.stop) != (start, stop):
-            total, others = total.new_zeros(total.shape[0], stop - start, total.shape[2]), self.parts
-        for span, grad in others:
-            total[:, span.start - start : span.stop - start] += grad
-        self.into.put(replace(keys, square=0.0), slice(start, stop), total)
-        for span, grad in self.squares:
-            self.into.x[:, 0, span].addcmul_(keys.x[:, 0, span], grad)
+        chunk = slice(min(span.start for span, _ in self.parts), max(span.stop for span, _ in self.parts))
+        total = _added_up(self.parts, chunk)
+        squares = _added_up(self.squares, chunk) if self.squares else None
+        self.into.put(replace(keys, square=0.0), chunk, total, of_square=squares)
         self.parts.clear()
         self.squares.clear()
+
+
+def _of_square(logs: Logs, grad: Float[Tensor, "N n m"]) -> Float[Tensor, "N n 1"] | None:
+    """Return the gradient of ||x||^2 from that of features it was added to."""
+    return grad.sum(-1, keepdim=True).mul_(logs.square) if logs.square else None
+
+
+def _added_up(parts: list[tuple[slice, Tensor]], chunk: slice) -> Float[Tensor, "N n d"]:
+    """Add stretches up that together cover a chunk; the first may be used up."""
+    (span, total), *others = parts
+    if span != chunk:
+        total, others = total.new_zeros(total.shape[0], chunk.stop - chunk.start, total.shape[2]), parts
+    for span, part in others:
+        total[:, span.start - chunk.start : span.stop - chunk.start] += part
+    return total

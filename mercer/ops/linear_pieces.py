@@ -72,8 +72,9 @@ class Part:
         One on an accelerator, where documents begin inside, and where its length is no multiple of a block.
         """
         length = piece.stop - piece.start
-        whole = piece.parts is not None or self.block is None or length % self.block > 0
-        return 1 if whole else length // self.block
+        if self.block is None or piece.parts is not None or length % self.block:
+            return 1
+        return length // self.block
 
     def spans(self, length: int) -> Iterator[slice]:
         """Cut a number of tokens into chunks."""

@@ -15,10 +15,10 @@ from mercer.ops.linear_regression_passes import linear_kernel_regression_op
 from mercer.ops.linear_solve import (
     LinearSolveState,
     Rescaled,
+    factor_of,
     linear_kernel_solve,
     linear_kernel_solve_naive,
     prepare,
-    scales_of,
 )
 
 
@@ -126,13 +126,14 @@ def _one_product(log_k: LogFeatures, rhs: Tensor) -> bool:
 def _together(log_q, log_k, rhs, log_cols, ridge, system, smoother, chunk_size, *, mask, segments):
     """Do both at once."""
     outlines = outline(log_q), outline(log_k)
+    log_cols.check(log_k)
     right, ridge_, past = prepare(outlines[1], outlines[1], rhs, ridge, mask, segments, system)
     check_linear(*outlines, rhs, causal=True, mask=mask, segments=segments, state=smoother, chunk_size=chunk_size)
     before = Sums.of(smoother, outlines[1], right, outlines[0])
     documents = document_ids(mask, segments, past.segment)
     *logs, _, square, constant = log_arguments(log_q, log_k, right, before, mask)
-    scales = scales_of(log_cols, outlines[1], rhs.shape[1], before.sums.dtype, mask)
-    tensors = (*logs, *scales, right, ridge_, past.sums, before.sums)
+    factor = factor_of(log_cols, rhs.shape[1], before.sums.dtype, mask)
+    tensors = (*logs, factor, right, ridge_, past.sums, before.sums)
     refuse_tangents(*tensors)
     o, u_sums, o_sums, u_scale, o_scale, *_ = linear_kernel_regression_op(
         *tensors, past.c, before.c, mask, documents, past.segment, square, constant, chunk_size, num_threads(),

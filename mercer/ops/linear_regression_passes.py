@@ -27,21 +27,20 @@ def _parts(system: Problem, smoother: Problem) -> Iterator[tuple[slice, Part, Pa
 
 
 _ARGUMENTS = (
-    "Tensor log_q, Tensor? q_weight, Tensor k, Tensor k_weight, Tensor factor, Tensor offset, Tensor rhs, "
+    "Tensor log_q, Tensor? q_weight, Tensor k, Tensor k_weight, Tensor factor, Tensor rhs, "
     "Tensor ridge, Tensor u_sums, Tensor o_sums, Tensor u_scale, Tensor o_scale, Tensor? mask, Tensor? documents, "
     "Tensor last, float square, float constant, int chunk_size, int threads"
 )
 
 
 def _problems(
-    log_q, q_weight, k, k_weight, factor, offset, rhs, u, u_sums, o_sums, u_scale, o_scale, *tokens_and_sizes
+    log_q, q_weight, k, k_weight, factor, rhs, u, u_sums, o_sums, u_scale, o_scale, *tokens_and_sizes
 ):  # fmt: skip
     mask, documents, last, square, constant, size, threads = tokens_and_sizes
-    rows = (k, k_weight, None, None, factor, offset)
-    system = solve_problem(*rows, rhs, u_sums, u_scale, mask, documents, last, size, threads)
+    rows, others = (k, k_weight, None, None, factor, None), (mask, documents, last, square, constant)
+    system = solve_problem(*rows, rhs, u_sums, u_scale, *others, size, threads)
     logs = (log_q, q_weight, k, k_weight, None)
-    others = (mask, documents, last, square, constant, True, size, threads)
-    return system, attention_problem(*logs, u, o_sums, o_scale, *others)
+    return system, attention_problem(*logs, u, o_sums, o_scale, *others, True, size, threads)
 
 
 def _rooms(log_q, rhs, u_sums, o_sums, size: int, keep: bool) -> tuple[Tensor, ...]:
@@ -58,18 +57,18 @@ def _rooms(log_q, rhs, u_sums, o_sums, size: int, keep: bool) -> tuple[Tensor, .
     schema=f"({_ARGUMENTS}, bool keep) -> ({', '.join(['Tensor'] * 10)})",
 )
 def linear_kernel_regression_op(
-    log_q, q_weight, k, k_weight, factor, offset, rhs, ridge, u_sums, o_sums, u_scale, o_scale, mask, documents, last,
+    log_q, q_weight, k, k_weight, factor, rhs, ridge, u_sums, o_sums, u_scale, o_scale, mask, documents, last,
     square, constant, chunk_size, threads, keep,
 ):  # fmt: skip
     """Return o; sums and their scales after the last token, of system and smoother; then `_rooms` without o.
 
-    The product k k_weight' makes the rows of the system, with factor and offset its columns, and with square and
-    constant the keys of the smoother. The rest is as in the two operators.
+    The rows of the system have log features k k_weight', the keys of the smoother those and square ||k||^2 + constant,
+    the columns of the system those of factor k in place of k. The rest is as in the two operators.
     """
     o, u, o_inverse, u_inverse, *rooms = _rooms(log_q, rhs, u_sums, o_sums, chunk_size, keep)
     after = [x.clone(memory_format=torch.contiguous_format) for x in (u_sums, o_sums, u_scale, o_scale)]
     with full_precision(rhs.device):
-        logs, sums = (log_q, q_weight, k, k_weight, factor, offset), (*after[:2], u_scale, o_scale)
+        logs, sums = (log_q, q_weight, k, k_weight, factor), (*after[:2], u_scale, o_scale)
         others = (mask, documents, last, square, constant, chunk_size, threads)
         system, smoother = _problems(*logs, rhs, u, *sums, *others)
         tokens, scales = ([x.flatten(0, 1) for x in given] for given in ((rhs, ridge, u, u_inverse), after[2:]))
@@ -91,13 +90,13 @@ def linear_kernel_regression_op(
 )
 def _backward_op(
     grad_o, grad_u_sums, grad_o_sums, o, u, o_inverse, u_inverse, u_room, o_room, weigh, log_q, q_weight, k, k_weight,
-    factor, offset, rhs, ridge, u_sums, o_sums, u_scale, o_scale, mask, documents, last, square, constant, chunk_size,
+    factor, rhs, ridge, u_sums, o_sums, u_scale, o_scale, mask, documents, last, square, constant, chunk_size,
     threads,
 ):  # fmt: skip
     """Return the gradients of the arguments up to sums that are given; zeros for weights that do not `weigh`."""
     right, ridges, grad_u, *entering = (x.new_empty(x.shape) for x in (rhs, ridge, u, u_sums, o_sums))
     with full_precision(rhs.device):
-        logs, sums = (log_q, q_weight, k, k_weight, factor, offset), (u_sums, o_sums, u_scale, o_scale)
+        logs, sums = (log_q, q_weight, k, k_weight, factor), (u_sums, o_sums, u_scale, o_scale)
         others = (mask, documents, last, square, constant, chunk_size, threads)
         system, smoother = _problems(*logs, u, u, *sums, *others)
         solved = Solved(*(x.flatten(0, 1) for x in (ridge, u, u_inverse, grad_u, rhs)))
@@ -105,7 +104,7 @@ def _backward_op(
         results = [fold(x, count) for x in (grad_o, o, o_inverse)]
         of_q = LogGradients.like(log_q, q_weight, count, weigh=weigh[0])
         of_k = LogGradients.like(k, k_weight, count, weigh=weigh[1])
-        scales = [x.new_empty(count, x.shape[2], 1) for x in (factor, offset)]
+        of_factor = factor.new_empty(count, factor.shape[2], 1)
         whole = slice(None)
         for at, of_u, of_o in _parts(system, smoother):
             of_keys = SharedGradients(of_k).part(at, whole)
@@ -114,7 +113,7 @@ def _backward_op(
             ]
             to_rows = KeyGradients(of_q.part(at, whole), of_keys, None, solved.grad_u[at])
             to_tokens = SolveGradients(
-                right.flatten(0, 1)[at], ridges.flatten(0, 1)[at], of_keys, None, *(x[at] for x in scales)
+                right.flatten(0, 1)[at], ridges.flatten(0, 1)[at], of_keys, None, of_factor[at], None
             )
             smoothing = causal_backward(
                 of_o, kept_of(of_o, o_room, at), tuple(x[at] for x in results), grads[1], to_rows
@@ -124,12 +123,12 @@ def _backward_op(
                 of_keys.hand_on(of_u.keys)
             for room, grad in zip(entering, grads, strict=True):
                 room.flatten(0, 1)[at] = grad.mT
-    scales = [x.view_as(like) for x, like in zip(scales, (factor, offset), strict=True)]
-    return [*of_q.results(log_q, q_weight), *of_k.results(k, k_weight), *scales, right, ridges, *entering]
+    of_logs = [*of_q.results(log_q, q_weight), *of_k.results(k, k_weight), of_factor.view_as(factor)]
+    return [*of_logs, right, ridges, *entering]
 
 
 @linear_kernel_regression_op.register_fake
-def _(log_q, q_weight, k, k_weight, factor, offset, rhs, ridge, *others):
+def _(log_q, q_weight, k, k_weight, factor, rhs, ridge, *others):
     sums, size, keep = others[:4], others[-3], others[-1]
     o, *rooms = _rooms(log_q, rhs, sums[0], sums[1], size, keep)
     return o, *(x.new_empty(x.shape) for x in sums), *rooms
@@ -137,7 +136,7 @@ def _(log_q, q_weight, k, k_weight, factor, offset, rhs, ridge, *others):
 
 @_backward_op.register_fake
 def _(grad_o, grad_u_sums, grad_o_sums, o, u, o_inverse, u_inverse, u_room, o_room, weigh, *arguments):
-    return [x.new_empty(x.shape) for x in arguments[:10] if x is not None]
+    return [x.new_empty(x.shape) for x in arguments[:9] if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
@@ -148,12 +147,12 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad_o, grad_u_sums, grad_o_sums, *unused):
     results, arguments = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
-    given = ((grad_o, results[0]), (grad_u_sums, arguments[8]), (grad_o_sums, arguments[9]))
+    given = ((grad_o, results[0]), (grad_u_sums, arguments[7]), (grad_o_sums, arguments[8]))
     grads = [torch.zeros_like(like) if grad is None else grad for grad, like in given]
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
     others = (*arguments, ctx.square, ctx.constant, ctx.size, ctx.threads)
     found = iter(_backward_op(*grads, *results, weigh, *others))
-    return *(None if x is None else next(found) for x in arguments[:10]), *[None] * 10
+    return *(None if x is None else next(found) for x in arguments[:9]), *[None] * 10
 
 
 linear_kernel_regression_op.register_autograd(_differentiate, setup_context=_save)

@@ -1,6 +1,7 @@
 """Kernel systems with feature-space weights: the quadratic definition, and the same in linear time, constant state."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,7 +20,7 @@ from mercer.ops.checks import (
 )
 from mercer.ops.linear_chunks import document_ids, num_threads
 from mercer.ops.linear_definition import Definition, Sums, segment_after
-from mercer.ops.linear_logs import Factored, LogFeatures, arguments_of, dense, offset_of, outline
+from mercer.ops.linear_logs import Factored, LogFeatures, added_of, arguments_of, dense, outline
 from mercer.ops.linear_solve_passes import linear_kernel_solve_op
 from mercer.ops.linear_step import solve_step
 
@@ -35,21 +36,33 @@ class LinearSolveState(Sums):
 
 @dataclass(frozen=True)
 class Rescaled:
-    """Log features of columns that are those of the rows but for two numbers a token: factor log_rows + offset.
+    """Columns that are rows in factors at another length: the log features of factor x, of which the rows have x.
 
-    Of `Factored` rows only the product counts here, without what they add to a token.
-    Positive random features of the exponential kernel are of this form when a column is its row at another length,
-    `log phi(s x) = s t - s^2 ||x||^2 / 2` with t = omega.x: one projection serves both, and nothing else is stored.
+    One product serves both, as `log phi(s x) = s t - s^2 ||x||^2 / 2` with t = omega.x for positive random features.
     """
 
     factor: Float[Tensor, "B H T"]
-    offset: Float[Tensor, "B H T"]
 
-    def of(self, log_rows: LogFeatures, mask: Bool[Tensor, "B T"] | None = None) -> Float[Tensor, "B H T m"]:
-        """Return the log features."""
-        product = dense(log_rows.product() if isinstance(log_rows, Factored) else log_rows, mask)
-        factor, offset = (repeat_heads(x[..., None], product.shape[1]) for x in (self.factor, self.offset))
-        return factor * product + offset
+    def check(self, log_rows: LogFeatures) -> Factored:
+        """Return the rows.
+
+        Raises:
+            ValueError: rows are not in factors, or of other sizes.
+        """
+        if not isinstance(log_rows, Factored):
+            raise ValueError(f"Rescaled columns need rows that are Factored, not {type(log_rows).__name__}")
+        batch, heads, length, _ = log_rows.x.shape
+        size = self.factor.shape
+        if len(size) != 3 or (size[0], size[2]) != (batch, length) or heads % max(1, size[1]):
+            rows = tuple(log_rows.outline().shape)
+            raise ValueError(f"factor {tuple(size)} must be one number a token of log_rows {rows}")
+        return log_rows
+
+    def of(self, log_rows: LogFeatures, mask: Bool[Tensor, "B T"] | None = None) -> Factored:
+        """Return the log features, without what rows add to a token by an offset."""
+        rows = self.check(log_rows).without_padding(mask)
+        factor = repeat_heads(zero_padding(self.factor[..., None], mask), rows.x.shape[1])
+        return replace(rows, x=factor * rows.x, offset=None)
 
 
 def linear_kernel_solve_naive(
@@ -74,7 +87,7 @@ def linear_kernel_solve_naive(
     tensor([1., 3.])
     """
     with full_precision(rhs.device):
-        log_cols = log_cols.of(log_rows) if isinstance(log_cols, Rescaled) else dense(log_cols)
+        log_cols = dense(log_cols.of(log_rows) if isinstance(log_cols, Rescaled) else log_cols)
         log_rows = dense(log_rows)
         right, ridge_, past = prepare(log_rows, log_cols, rhs, ridge, mask, segments, state)
         log_rows, log_cols = (repeat_heads(x, right.shape[1]) for x in (log_rows, log_cols))
@@ -135,34 +148,53 @@ def linear_kernel_solve(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size ({chunk_size}) must be at least 1")
-    rescaled, log_cols = (log_cols, log_rows) if isinstance(log_cols, Rescaled) else (None, log_cols)
-    right, ridge_, past = prepare(outline(log_rows), outline(log_cols), rhs, ridge, mask, segments, state)
+    like_cols = outline(log_cols.check(log_rows) if isinstance(log_cols, Rescaled) else log_cols)
+    right, ridge_, past = prepare(outline(log_rows), like_cols, rhs, ridge, mask, segments, state)
     heads, dtype = right.shape[1], past.sums.dtype
     if right.shape[2] == 1:
         with full_precision(rhs.device):
-            log_cols = log_cols if rescaled is None else rescaled.of(log_rows, mask)
-            rows, cols = (repeat_heads(dense(x, mask), heads) for x in (log_rows, log_cols))
+            cols = log_cols.of(log_rows, mask) if isinstance(log_cols, Rescaled) else log_cols
+            rows, cols = (repeat_heads(dense(x, mask), heads) for x in (log_rows, cols))
             u, past = solve_step(rows, cols, right, ridge_, mask, segments, past)
         return u.to(rhs.dtype), LinearSolveState(sums=past.sums, c=past.c, segment=past.segment)
-    with full_precision(rhs.device):
-        rows, keys = _of_heads(log_rows, heads), _of_heads(log_cols, heads)
-        cols = (None, None) if log_cols is log_rows else arguments_of(keys, heads, dtype, mask)
-        logs = *arguments_of(rows, heads, dtype, mask), *cols
-        if rescaled is None:
-            scales = None, offset_of(keys, dtype, mask)
-        else:
-            scales = scales_of(rescaled, outline(log_rows), heads, dtype, mask)
     documents = document_ids(mask, segments, past.segment)
-    refuse_tangents(*logs, right, ridge_, past.sums, *scales)
+    tensors, added = _arguments(log_rows, log_cols, heads, dtype, mask)
+    tensors = (*tensors, right, ridge_, past.sums)
+    refuse_tangents(*tensors)
     u, _, sums, c, _ = linear_kernel_solve_op(
-        *logs, *scales, right, ridge_, past.sums, past.c, mask, documents, past.segment, chunk_size,
-        num_threads(), any_grad(*logs, *scales, right, ridge_, past.sums),
-    )  # fmt: skip
+        *tensors, past.c, mask, documents, past.segment, *added, chunk_size, num_threads(), any_grad(*tensors)
+    )
     state = LinearSolveState(sums=sums, c=c, segment=segment_after(documents, past))
     return u.to(rhs.dtype), state
 
 
-def _of_heads(log_phi: LogFeatures, heads: int) -> LogFeatures:
+def _arguments(
+    log_rows: LogFeatures,
+    log_cols: LogFeatures | Rescaled,
+    heads: int,
+    dtype: torch.dtype,
+    mask: Bool[Tensor, "B T"] | None,
+) -> tuple[tuple[Tensor | None, ...], tuple[float, ...]]:
+    """Return log features as the operator takes them: tensors, and then square and constant of the columns.
+
+    The tensors are x and weight of rows and of columns, the factor and the offset of columns; no columns: they are made
+    of the rows' product.
+    """
+    with full_precision(outline(log_rows).device):
+        rows = arguments_of(_of_heads(log_rows, heads), heads, dtype, mask)
+        if isinstance(log_cols, Rescaled):
+            factor = factor_of(log_cols, heads, dtype, mask)
+            # given, or multiplied out: what a factor makes of the square of x is worked out here
+            cols = log_cols.of(log_rows, mask) if rows[1] is None else log_cols.check(log_rows).without_offset()
+            offset, *added = added_of(_of_heads(cols, heads), rows[1], dtype, mask)
+            return (*rows, None, None, factor, offset), tuple(added)
+        keys = _of_heads(log_cols, heads)
+        cols = (None, None) if log_cols is log_rows else arguments_of(keys, heads, dtype, mask)
+        offset, *added = added_of(keys, rows[1] if log_cols is log_rows else cols[1], dtype, mask)
+        return (*rows, *cols, None, offset), tuple(added)
+
+
+def _of_heads(log_phi: LogFeatures, heads: int) -> Any:
     """Repeat log features for every head of the widest input."""
     if not isinstance(log_phi, Factored):
         return repeat_heads(log_phi, heads)
@@ -171,16 +203,11 @@ def _of_heads(log_phi: LogFeatures, heads: int) -> LogFeatures:
     return replace(log_phi, x=repeat_heads(log_phi.x, heads), weight=weight, offset=offset)
 
 
-def scales_of(
-    rescaled: Rescaled, log_rows: Tensor, heads: int, dtype: torch.dtype, mask: Bool[Tensor, "B T"] | None
-) -> list[Float[Tensor, "B H T"]]:
-    """Return factor and offset for all heads, zeros where padded."""
-    batch, rows, length, _ = log_rows.shape
-    for name, x in (("factor", rescaled.factor), ("offset", rescaled.offset)):
-        if x.dim() != 3 or (x.shape[0], x.shape[2]) != (batch, length) or rows % max(1, x.shape[1]):
-            raise ValueError(f"{name} {tuple(x.shape)} must be one number a token of log_rows {tuple(log_rows.shape)}")
-    given = (rescaled.factor, rescaled.offset)
-    return [repeat_heads(zero_padding(x[..., None].to(dtype), mask), heads)[..., 0] for x in given]
+def factor_of(
+    rescaled: Rescaled, heads: int, dtype: torch.dtype, mask: Bool[Tensor, "B T"] | None
+) -> Float[Tensor, "B H T"]:
+    """Return the factor for all heads, zeros where padded."""
+    return repeat_heads(zero_padding(rescaled.factor[..., None].to(dtype), mask), heads)[..., 0]
 
 
 def prepare(

@@ -5,7 +5,7 @@ smoothing, so its gradient is attention's with o = y and grad_o = -g, g the solu
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -172,44 +172,54 @@ def solve_backward(
             outs.rhs[:, at] = g.flatten(1, 2)
             outs.ridge[:, at] = -(g * of_piece.u).sum(-1).flatten(1, 2)
             grad_row, grad_col = weight_gradients(weights, values, grad, grad_col, before, piece)
-            grad_col = _of_product(part.keys, piece, grad_col, outs)
+            grad_col, of_square = _of_product(part.keys, piece, grad_col, outs)
             if outs.cols is not None and part.rows is not None:
                 outs.rows.put(part.rows, at, grad_row, blocks)
-                outs.cols.put(part.keys, at, grad_col)
+                outs.cols.put(part.keys, at, grad_col, of_square=of_square)
             else:
-                outs.rows.put(part.keys, at, grad_row.add_(grad_col))
+                outs.rows.put(part.keys, at, grad_row.add_(grad_col), of_square=of_square)
         yield
 
 
-def _of_product(keys: Logs, piece: Piece, grad: Tensor, outs: SolveGradients) -> Float[Tensor, "N n m"]:
-    """Write the gradients of factor and offset, if there are any; return that of what they are applied to, in place."""
-    at, product = piece.span, piece.product
-    if outs.offset is not None:
-        torch.sum(grad, -1, keepdim=True, out=outs.offset[:, at])
+def _of_product(keys: Logs, piece: Piece, grad: Tensor, outs: SolveGradients) -> tuple[Tensor, Tensor | None]:
+    """Write the gradients of factor and offset; return those of the product, in place, and of the square of its x."""
+    at, product, of_square = piece.span, piece.product, None
+    if outs.offset is not None or keys.square:
+        total = grad.sum(-1, keepdim=True)
+        of_square = total * keys.square if keys.square else None
+        if outs.offset is not None:
+            outs.offset[:, at] = total
     if keys.factor is None or outs.factor is None or product is None:
-        return grad
+        return grad, of_square
     used = None if keys.weight is None else product  # nobody reads it after this, unless it is the caller's
     if keys.real is not None:
         product = product.masked_fill(~keys.real[:, at, None], 0)  # it may be NaN, and 0 * NaN is NaN
-    torch.sum(torch.mul(product, grad, out=used), -1, keepdim=True, out=outs.factor[:, at])
-    outs.factor[:, at] *= keys.unit
-    return grad.mul_(keys.factor[:, at])
+    of_factor = torch.mul(product, grad, out=used).sum(-1, keepdim=True).mul_(keys.unit)
+    factor = keys.factor[:, at]
+    if of_square is not None:
+        of_square *= factor
+        of_factor.addcmul_(of_square, keys.squares(at), value=2)
+        of_square *= factor
+    outs.factor[:, at] = of_factor
+    return grad.mul_(factor), of_square
 
 
 _ARGUMENTS = (
     "Tensor log_rows, Tensor? rows_weight, Tensor? log_cols, Tensor? cols_weight, Tensor? factor, Tensor? offset, "
-    "Tensor rhs, Tensor ridge, Tensor sums, Tensor scale, Tensor? mask, Tensor? documents, Tensor last, "
-    "int chunk_size, int threads"
+    "Tensor rhs, Tensor ridge, Tensor sums, Tensor scale, Tensor? mask, Tensor? documents, Tensor last, float square, "
+    "float constant, int chunk_size, int threads"
 )
 
 
 def solve_problem(
-    rows, rows_weight, cols, cols_weight, factor, offset, rhs, sums, scale, mask, documents, last, size, threads
-):
+    rows, rows_weight, cols, cols_weight, factor, offset, rhs, sums, scale, mask, documents, last, square, constant,
+    size, threads,
+) -> Problem:  # fmt: skip
+    """Fold the heads of the arguments; square and constant are those of columns."""
     count = rhs.shape[0] * rhs.shape[1]
     rows_of = None if cols is None else Logs.of(rows, rows_weight, count)
     keys = (rows, rows_weight) if cols is None else (cols, cols_weight)
-    keys = Logs.of(*keys, count, factor, offset, tied=cols is None)
+    keys = replace(Logs.of(*keys, count, factor, offset, tied=cols is None), square=square, constant=constant)
     return Problem.of(rows_of, keys, rhs, sums, scale, mask, documents, last, True, size, threads, BLOCK)
 
 
@@ -220,19 +230,22 @@ def solve_problem(
 )
 def linear_kernel_solve_op(
     log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs, ridge, sums, scale, mask, documents, last,
-    chunk_size, threads, keep,
+    square, constant, chunk_size, threads, keep,
 ):  # fmt: skip
     """Return u, one over the weight of each row, the sums and their scale after the last token, and `Kept`.
 
-    With a weight, log features are log_rows rows_weight'. `log_cols` None: those of the rows, or with factor and
-    offset, those of factor log_rows + offset. `keep` is that of linear attention.
+    With a weight, log features are x weight', x = log_rows, to which columns add square ||x||^2 + constant; to either
+    of those they add offset. `log_cols` None: they have the x of the rows, or with a factor, factor x: given features
+    are multiplied themselves. `keep` is that of linear attention.
     """
     u, inverse = sums.new_empty(rhs.shape), sums.new_empty(*rhs.shape[:3], 1)
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
     room = kept_room(sums, rhs, chunk_size, keep=keep)
     with full_precision(rhs.device):
         logs = (log_rows, rows_weight, log_cols, cols_weight, factor, offset)
-        problem = solve_problem(*logs, rhs, new_sums, scale, mask, documents, last, chunk_size, threads)
+        problem = solve_problem(
+            *logs, rhs, new_sums, scale, mask, documents, last, square, constant, chunk_size, threads
+        )
         kept = Kept(room.flatten(0, 1))
         scales, *of_tokens = (x.flatten(0, 1) for x in (new_scale, rhs, ridge, u, inverse))
         for stretch in problem.stretches():
@@ -250,7 +263,7 @@ def linear_kernel_solve_op(
 )
 def _backward_op(
     grad_u, grad_sums, u, inverse, room, weigh, log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs,
-    ridge, sums, scale, mask, documents, last, chunk_size, threads,
+    ridge, sums, scale, mask, documents, last, square, constant, chunk_size, threads,
 ):  # fmt: skip
     """Return the gradients of the arguments up to sums that are given; zeros for weights that do not `weigh`."""
     right, ridges, entering = (x.new_empty(x.shape) for x in (rhs, ridge, sums))
@@ -258,7 +271,7 @@ def _backward_op(
         grad_u = grad_u.masked_fill(~mask[:, None, :, None], 0)
     with full_precision(rhs.device):
         logs = (log_rows, rows_weight, log_cols, cols_weight, factor, offset)
-        problem = solve_problem(*logs, u, sums, scale, mask, documents, last, chunk_size, threads)
+        problem = solve_problem(*logs, u, sums, scale, mask, documents, last, square, constant, chunk_size, threads)
         solved = Solved(*(x.flatten(0, 1) for x in (ridge, u, inverse, grad_u, rhs)))
         count = len(solved.u)
         rows = LogGradients.like(log_rows, rows_weight, count, weigh=weigh[0])
@@ -288,7 +301,7 @@ def _(grad_u, grad_sums, u, inverse, room, weigh, *arguments):
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.size, ctx.threads, _ = inputs
+    *tensors, ctx.square, ctx.constant, ctx.size, ctx.threads, _ = inputs
     ctx.save_for_backward(output[0], output[1], output[4], *tensors)
     ctx.set_materialize_grads(False)  # one of the last output would be as large as the rest together
 
@@ -298,8 +311,9 @@ def _differentiate(ctx, grad_u, grad_inverse, grad_sums, grad_scale, grad_kept):
     grad_u = torch.zeros_like(u) if grad_u is None else grad_u
     grad_sums = torch.zeros_like(arguments[8]) if grad_sums is None else grad_sums
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
-    grads = iter(_backward_op(grad_u, grad_sums, u, inverse, kept, weigh, *arguments, ctx.size, ctx.threads))
-    return *(None if x is None else next(grads) for x in arguments[:9]), *[None] * 7
+    others = (*arguments, ctx.square, ctx.constant, ctx.size, ctx.threads)
+    grads = iter(_backward_op(grad_u, grad_sums, u, inverse, kept, weigh, *others))
+    return *(None if x is None else next(grads) for x in arguments[:9]), *[None] * 9
 
 
 linear_kernel_solve_op.register_autograd(_differentiate, setup_context=_save)

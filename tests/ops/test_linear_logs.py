@@ -96,14 +96,14 @@ def test_splitting_changes_nothing():
 @pytest.mark.parametrize("heads", [2, 4])
 def test_systems_in_factors(marks, columns, heads):
     (rows, make_rows), (cols, make_cols) = factors(heads), factors(2)
-    rhs, ridge, scales = draw(2, 2, T, 5), 0.3, (draw(2, heads, T), draw(2, heads, T))
+    rhs, ridge, factor = draw(2, 2, T, 5), 0.3, draw(2, heads, T)
 
     def run(solve, *leaves, **options):
         of_rows, of_cols = make_rows(*leaves[:3]), make_cols(*leaves[3:6])
-        given = {"own": of_cols, "same": of_rows, "rescaled": Rescaled(*leaves[6:8])}[columns]
-        return solve(of_rows, given, leaves[8], ridge=ridge, **marks, **options)
+        given = {"own": of_cols, "same": of_rows, "rescaled": Rescaled(leaves[6])}[columns]
+        return solve(of_rows, given, leaves[7], ridge=ridge, **marks, **options)
 
-    leaves = [*rows, *cols, *scales, rhs]
+    leaves = [*rows, *cols, factor, rhs]
     fast = value_and_gradients(lambda *x: run(linear_kernel_solve, *x, chunk_size=CHUNK), leaves)
     slow = value_and_gradients(lambda *x: run(linear_kernel_solve_naive, *x), leaves)
     assert_same(fast, slow)
@@ -152,18 +152,17 @@ def test_a_gradient_that_is_not_wanted_is_not_worked_out(monkeypatch, solved):
 @pytest.mark.parametrize("weights", [1, 2])  # one for two key heads is multiplied out
 def test_nan_in_padding_reaches_no_gradient(tokens, weights):
     (q, make_q), (k, make_k), v = factors(2, weights), factors(2, weights), draw(2, 2, T, 5)
-    scales = [draw(2, 2, T, 1), draw(2, 2, T, 1)]
     mask = MASK[:, :tokens]
     hide = lambda x: x.detach()[:, :, :tokens].masked_fill(~mask[:, None, :, None], float("nan")).requires_grad_()
     q, k, v = [hide(q[0]), q[1], hide(q[2])], [hide(k[0]), k[1], hide(k[2])], hide(v)
-    factor, offset = map(hide, scales)
-    for columns in (None, make_k(*k), Rescaled(factor[..., 0], offset[..., 0])):
+    factor = hide(draw(2, 2, T, 1))
+    for columns in (None, make_k(*k), Rescaled(factor[..., 0])):
         if columns is None:
             o, _ = linear_attention(make_q(*q), make_k(*k), v, mask=mask, chunk_size=CHUNK)
         else:
             o, _ = linear_kernel_solve(make_q(*q), columns, v, ridge=0.1, mask=mask, chunk_size=CHUNK)
         assert o.isfinite().all()
-        grads = torch.autograd.grad(o.sum(), [*q[:2], *k, v, factor, offset], allow_unused=True)
+        grads = torch.autograd.grad(o.sum(), [*q[:2], *k, v, factor], allow_unused=True)
         assert all(g.isfinite().all() for g in grads if g is not None)
 
 

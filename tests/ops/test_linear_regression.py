@@ -32,12 +32,12 @@ def draw(*size, dtype=torch.float64, factor=1.0):
 
 
 def draw_inputs(length=T, *, batch=2, groups=1, factor=1.0, dtype=torch.float64):
-    """Return x and weight of queries and of keys, factor, offset, right-hand sides and ridge."""
+    """Return x and weight of queries and of keys, factor, right-hand sides and ridge."""
     of_q = [draw(batch, groups * HEADS, length, 3, factor=factor, dtype=dtype), draw(HEADS, FEATURES, 3, dtype=dtype)]
     of_k = [draw(batch, HEADS, length, 3, factor=factor, dtype=dtype), draw(HEADS, FEATURES, 3, dtype=dtype)]
-    scales = [draw(batch, HEADS, length, dtype=dtype), draw(batch, HEADS, length, dtype=dtype)]
+    scale = draw(batch, HEADS, length, dtype=dtype)
     ridge = (0.1 + torch.rand(batch, HEADS, length, dtype=dtype)).requires_grad_()
-    return [*of_q, *of_k, *scales, draw(batch, HEADS, length, WIDTH, dtype=dtype), ridge]
+    return [*of_q, *of_k, scale, draw(batch, HEADS, length, WIDTH, dtype=dtype), ridge]
 
 
 def draw_state(batch=2, segment=0):
@@ -53,9 +53,9 @@ def draw_state(batch=2, segment=0):
 
 def call(function, inputs, **options):
     """Call with one product for rows, columns and keys."""
-    q, q_weight, k, k_weight, factor, offset, rhs, ridge = inputs
+    q, q_weight, k, k_weight, factor, rhs, ridge = inputs
     log_k = Factored(k, k_weight, -0.4, 0.7)
-    columns = Rescaled(factor, offset)
+    columns = Rescaled(factor)
     log_q = Factored(q, q_weight, -0.4, 0.7)
     return function(log_q, log_k, rhs, log_rows=log_k, log_cols=columns, ridge=ridge, **options)
 
@@ -112,22 +112,22 @@ def test_chunks_that_the_two_halve_in_different_places(marks, which, together, m
     monkeypatch.setattr(
         SharedGradients,
         "put",
-        lambda self, logs, span, *rest: (
-            pieces.append((bool(logs.square), span.stop - span.start)) or put(self, logs, span, *rest)
+        lambda self, logs, span, *rest, **options: (
+            pieces.append((logs.tied, span.stop - span.start)) or put(self, logs, span, *rest, **options)
         ),
     )
     inputs = draw_inputs()
     with torch.no_grad():
-        if which != "columns":
-            inputs[2][:, :, ::3] *= 60  # the keys' square makes them very small
-            inputs[4].div_(60)
-        if which != "keys":
-            inputs[5][:, :, 6] += 600
-            inputs[5][:, :, 12:] += 1200
+        if which == "columns":
+            inputs[4][:, :, ::3] *= 60  # the square of a column makes it very small
+        else:
+            inputs[2][:, :, ::3] *= 60
+            if which == "keys":
+                inputs[4][:, :, ::3] /= 60
     assert_fast_is_naive(inputs, tolerance=1e-7, **MARKS[marks])
-    cut = {whose: any(size < 3 for w, size in pieces if w is whose) for whose in (True, False)}
-    if marks != "packed" and marks != "both":
-        assert cut == {True: which != "columns", False: which != "keys"}
+    of_system, of_smoother = (any(size < 3 for whose, size in pieces if whose is tied) for tied in (True, False))
+    if marks in ("plain", "padded"):
+        assert (of_system, of_smoother) == (which != "keys", which != "columns")
 
 
 def test_chunks_of_several_blocks(marks_over_blocks, whole_block, together):
@@ -225,7 +225,7 @@ def test_low_precision_is_computed_in_float32():
 def test_shapes_that_do_not_fit_are_refused():
     inputs = draw_inputs()
     with pytest.raises(ValueError, match=r"factor \(2, 2, 3\) must be one number a token of log_rows \(2, 2, 19, 7\)"):
-        call(linear_kernel_regression, [*inputs[:4], torch.ones(2, 2, 3), torch.ones(2, 2, 3), *inputs[6:]])
+        call(linear_kernel_regression, [*inputs[:4], torch.ones(2, 2, 3), *inputs[5:]])
     with pytest.raises(ValueError, match=r"log_q has 7 tokens and log_k 19"):
         call(linear_kernel_regression, [inputs[0][:, :, :7], *inputs[1:]])
     with pytest.raises(ValueError, match=r"chunk_size \(0\) must be at least 1"):
@@ -235,9 +235,9 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 def test_the_operator_is_registered_rightly():
-    q, q_weight, k, k_weight, factor, offset, rhs, ridge = draw_inputs(9, batch=1)
+    q, q_weight, k, k_weight, factor, rhs, ridge = draw_inputs(9, batch=1)
     state = draw_state(batch=1)
-    tensors = (q, q_weight, k, k_weight, factor, offset, rhs, ridge, state.system.sums, state.smoother.sums)
+    tensors = (q, q_weight, k, k_weight, factor, rhs, ridge, state.system.sums, state.smoother.sums)
     others = (state.system.c, state.smoother.c, None, None, state.system.segment, -0.4, 0.7, 4, 1, True)
     torch.library.opcheck(linear_regression_passes.linear_kernel_regression_op, (*tensors, *others))
 
@@ -270,12 +270,13 @@ def test_compiles_to_one_graph_whose_making_does_not_grow_with_the_length(length
 
 def test_the_definition_is_a_system_and_a_smoothing():
     """By dense matrices: o = A (P + ridge I)^-1 v."""
-    q, q_weight, k, k_weight, factor, offset, rhs, ridge = (x.detach() for x in draw_inputs(6, batch=1))
-    o, _ = call(linear_kernel_regression_naive, (q, q_weight, k, k_weight, factor, offset, rhs, ridge))
+    q, q_weight, k, k_weight, factor, rhs, ridge = (x.detach() for x in draw_inputs(6, batch=1))
+    o, _ = call(linear_kernel_regression_naive, (q, q_weight, k, k_weight, factor, rhs, ridge))
     for head in range(HEADS):
         t, t_q = k[0, head] @ k_weight[head].T, q[0, head] @ q_weight[head].T
-        columns = factor[0, head][:, None] * t + offset[0, head][:, None]
-        keys = t - 0.4 * k[0, head].square().sum(-1, keepdim=True)
+        square = k[0, head].square().sum(-1, keepdim=True)
+        columns = factor[0, head][:, None] * t - 0.4 * factor[0, head][:, None] ** 2 * square
+        keys = t - 0.4 * square
         p, a = ((x.exp() @ y.exp().T).tril() for x, y in ((t, columns), (t_q, keys)))
         p, a = (w / w.sum(-1, keepdim=True) for w in (p, a))
         u = torch.linalg.solve(p + torch.diag(ridge[0, head]), rhs[0, head])

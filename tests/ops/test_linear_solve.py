@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mercer.ops.linear import linear_attention
+from mercer.ops.linear_logs import Factored
 from mercer.ops.linear_solve import LinearSolveState, Rescaled, linear_kernel_solve, linear_kernel_solve_naive
 
 CHUNK = 8
@@ -117,30 +118,33 @@ def test_masks_and_segments(mask, segments):
 
 
 @pytest.mark.parametrize("mask", [None, *MASKS])
-def test_columns_that_are_rescaled_rows(mask):
-    log_rows, _, rhs, ridge = draw()
-    factor, offset = (torch.randn(2, 2, T, dtype=torch.float64).requires_grad_() for _ in range(2))
+@pytest.mark.parametrize("weights", [1, 4])  # one for four heads is multiplied out
+@pytest.mark.parametrize("factors", [2, 4])
+def test_columns_that_are_rescaled_rows(mask, weights, factors):
+    _, _, rhs, ridge = draw()
+    x, weight = (torch.randn(*size, dtype=torch.float64).requires_grad_() for size in ((2, 4, T, 3), (weights, 7, 3)))
+    factor = torch.randn(2, factors, T, dtype=torch.float64).requires_grad_()
     real = None if mask is None else torch.stack([MASKS[mask], torch.rand(T) > 0.3])
     results, state = [], draw_state()
+
+    def at_another_length(x, weight, factor):
+        scaled = factor.repeat_interleave(4 // factors, 1)[..., None] * x
+        return (scaled @ weight.mT) - 0.4 * scaled.square().sum(-1, keepdim=True) + 0.7
+
     for function, options in ((linear_kernel_solve_naive, {}), (linear_kernel_solve, {"chunk_size": CHUNK})):
 
-        def solve(log_rows, factor, offset, rhs, function=function, options=options, **others):
-            return function(log_rows, Rescaled(factor, offset), rhs, **others, **options)
+        def solve(x, weight, factor, rhs, function=function, options=options, **others):
+            rows = Factored(x, weight, -0.4, 0.7, x[..., :1])
+            return function(rows, Rescaled(factor), rhs, **others, **options)
 
-        inputs = (log_rows, factor, offset, rhs, ridge)
-        results.append(value_and_gradients(solve, inputs, state=state, mask=real))
+        results.append(value_and_gradients(solve, (x, weight, factor, rhs, ridge), state=state, mask=real))
+    rows = (x @ weight.mT).detach()
+    u, _ = linear_kernel_solve_naive(
+        rows, at_another_length(x, weight, factor).detach(), rhs, ridge=ridge, state=state, mask=real
+    )
+    torch.testing.assert_close(results[0][0], u, rtol=1e-10, atol=1e-10)
     for expected, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_nan_in_padded_tokens_reaches_no_gradient_of_a_rescaling():
-    log_rows, _, rhs, ridge = draw()
-    real = MASKS["left"].expand(2, -1)
-    log_rows = log_rows.detach().masked_fill(~real[:, None, :, None], math.nan).requires_grad_()
-    factor, offset = (torch.randn(2, 4, T, dtype=torch.float64).requires_grad_() for _ in range(2))
-    u, _ = linear_kernel_solve(log_rows, Rescaled(factor, offset), rhs, ridge=ridge, mask=real, chunk_size=CHUNK)
-    for gradient in torch.autograd.grad(u.square().sum(), (log_rows, factor, offset, rhs)):
-        assert torch.isfinite(gradient).all()
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_forward_substitution_by_loops():
@@ -371,14 +375,18 @@ def test_the_operator_is_registered_rightly():
         logs += [(x, weight, x, weight, None, scales[0]), (x, weight, None, None, *scales)]
         for given in logs:
             for keep in (False, True):
-                arguments = (*given, *rest, state.sums, state.c, *masks, state.segment, 4, 1, keep)
+                added = (0.0, 0.0) if given[1] is None else (-0.4, 0.7)
+                arguments = (*given, *rest, state.sums, state.c, *masks, state.segment, *added, 4, 1, keep)
                 torch.library.opcheck(linear_kernel_solve_op, arguments)
 
 
 def test_wrong_use_is_refused_in_words():
     log_rows, log_cols, rhs, ridge = draw()
+    rows = Factored(torch.zeros(2, 4, T, 3), torch.zeros(4, 7, 3))
     with pytest.raises(ValueError, match=r"factor \(2, 4, 3\) must be one number a token of log_rows \(2, 4, 19, 7\)"):
-        linear_kernel_solve(log_rows, Rescaled(torch.ones(2, 4, 3), torch.ones(2, 4, 3)), rhs, ridge=0.1)
+        linear_kernel_solve(rows, Rescaled(torch.ones(2, 4, 3)), rhs, ridge=0.1)
+    with pytest.raises(ValueError, match="Rescaled columns need rows that are Factored, not Tensor"):
+        linear_kernel_solve(log_rows, Rescaled(torch.ones(2, 4, T)), rhs, ridge=0.1)
     with pytest.raises(ValueError, match=r"chunk_size \(0\) must be at least 1"):
         linear_kernel_solve(log_rows, log_cols, rhs, ridge=ridge, chunk_size=0)
     with pytest.raises(ValueError, match=r"log_cols has 2 heads; the query heads \(3\) must be a multiple"):
