@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from mercer import FEATURES, build_mixer
 from mercer.bench import peak_bytes
-from mercer.features import feature_options
+from mercer.features import build_features, feature_options
 from mercer.mixers import mixer_options
 
 SIZES = {"num_heads": 4, "head_dim": 8, "num_kv_heads": 2, "hidden_size": 32}
@@ -32,6 +32,13 @@ def test_a_scale_that_cannot_be_split_is_refused(mixer):
         made(q, k, v, x=torch.randn(1, 3, 32))
 
 
+def test_rows_that_are_keys_need_a_scale():
+    mixer = build_mixer("linear_cubit", **SIZES, num_features=16, share=True, lrr=False, scale=0.0)
+    q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match=r"scale \(0\) must be positive with share=True"):
+        mixer(q, k, v)
+
+
 def test_shared_cubit_takes_the_norm_of_a_sixteen_bit_key_in_full():
     mixer = build_mixer("cubit", **SIZES, share=True, lrr=False)
     q, k, v = torch.randn(1, 4, 60, 8), 4 * torch.randn(1, 2, 60, 8), torch.randn(1, 2, 60, 8)
@@ -55,3 +62,21 @@ def test_random_holds_no_matrix_of_all_pairs():
     mixer = build_mixer("random", num_heads=1, head_dim=4)
     q, k, v = torch.randn(3, 1, 1, 4096, 4)
     assert peak_bytes(lambda: mixer(q, k, v)) < 4096 * 4096
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_linear_cubit_on_one_map_is_nearer_to_cubit_than_on_two(seed):
+    """Queries near earlier keys, whose values are to be found again."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *size: torch.randn(1, 2, *size, generator=generator)
+    places = torch.randint(0, 16, (96,), generator=generator)
+    keys, values = (draw(16, 16)[:, :, places] for _ in range(2))
+    q, k = (4 * torch.nn.functional.normalize(keys, dim=-1) + 0.1 * draw(96, 16) for _ in range(2))
+    options = {"num_heads": 2, "head_dim": 16, "hidden_size": 1, "share": True, "lrr": False, "ridge": 0.1}
+    exact, _ = build_mixer("cubit", **options)(q, k, values)
+    mixer = build_mixer("linear_cubit", features="favor", num_features=64, **options)
+    error = lambda: ((mixer(q, k, values)[0] - exact).norm() / exact.norm()).item()
+    one = error()
+    mixer.reference_features = build_features("favor", 2, 16, 64, seed=1)
+    assert one < 0.5
+    assert 2 * one < error()

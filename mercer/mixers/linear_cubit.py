@@ -98,7 +98,7 @@ class LinearCubit(Mixer):
         rows, cols = of_r.two_lengths(r, length, gamma(self, r.dtype) / (length * norm))
         o, state = ops.linear_kernel_regression(
             self.features.factored(q, root),
-            rows if self.share else self.features.factored(k, root),
+            rows if of_r is self.features else self.features.factored(k, root),
             rescaled(self, v, x),
             log_rows=rows,
             log_cols=cols,
