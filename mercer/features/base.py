@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mercer.errors import check_kind
 from mercer.features.directions import draw_directions
 from mercer.ops.checks import compute_dtype, full_precision
-from mercer.ops.linear_logs import Factored, group_heads
+from mercer.ops.factored import Factored, group_heads
 from mercer.ops.linear_solve import Rescaled
 
 

@@ -11,7 +11,7 @@ from mercer.errors import check_kind
 from mercer.features.base import FeatureMap
 from mercer.features.proposal import mean_square_proposal, optimal_proposal, root, tilt
 from mercer.ops.checks import compute_dtype, full_precision
-from mercer.ops.linear_logs import Factored, group_heads
+from mercer.ops.factored import Factored, group_heads
 from mercer.ops.linear_solve import Rescaled
 
 

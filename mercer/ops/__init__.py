@@ -1,8 +1,8 @@
 """Pure functions of tensors: each fast path sits under the `_naive` definition it equals."""
 
 from mercer.ops.checks import repeat_heads, visible, zero_padding
+from mercer.ops.factored import Factored
 from mercer.ops.linear import LinearState, linear_attention, linear_attention_naive
-from mercer.ops.linear_logs import Factored
 from mercer.ops.linear_regression import (
     LinearRegressionState,
     linear_kernel_regression,

@@ -7,10 +7,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mercer.ops.checks import any_grad, refuse_tangents
+from mercer.ops.factored import Factored, LogFeatures, outline
 from mercer.ops.linear import LinearState, check_linear, linear_attention, linear_attention_naive, log_arguments
 from mercer.ops.linear_chunks import document_ids, num_threads
 from mercer.ops.linear_definition import Sums, segment_after
-from mercer.ops.linear_logs import Factored, LogFeatures, outline
 from mercer.ops.linear_regression_passes import linear_kernel_regression_op
 from mercer.ops.linear_solve import (
     LinearSolveState,

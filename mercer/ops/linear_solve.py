@@ -18,9 +18,9 @@ from mercer.ops.checks import (
     repeat_heads,
     zero_padding,
 )
+from mercer.ops.factored import Factored, LogFeatures, added_of, arguments_of, dense, outline
 from mercer.ops.linear_chunks import document_ids, num_threads
 from mercer.ops.linear_definition import Definition, Sums, segment_after
-from mercer.ops.linear_logs import Factored, LogFeatures, added_of, arguments_of, dense, outline
 from mercer.ops.linear_solve_passes import linear_kernel_solve_op
 from mercer.ops.linear_step import solve_step
 

@@ -5,10 +5,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mercer.ops.checks import any_grad, compute_dtype, full_precision, refuse_tangents, zero_padding
+from mercer.ops.factored import LogFeatures, offset_of, outline
 from mercer.ops.linear import LinearState, log_arguments
 from mercer.ops.linear_chunks import FLOOR, document_ids, num_threads
 from mercer.ops.linear_definition import Sums
-from mercer.ops.linear_logs import LogFeatures, offset_of, outline
 from mercer.ops.linear_passes import linear_attention_op
 from mercer.ops.near_far_blocks import block_length, near_attention_op
 from mercer.ops.near_far_definition import Features, NearFarState, check_near_far, past_of

@@ -10,10 +10,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mercer.ops.checks import check_heads, check_mask, check_segments, compute_dtype, full_precision, repeat_heads
+from mercer.ops.factored import LogFeatures, dense
 from mercer.ops.linear import LinearState
 from mercer.ops.linear_chunks import FLOOR
 from mercer.ops.linear_definition import Sums
-from mercer.ops.linear_logs import LogFeatures, dense
 
 Features = Callable[[Tensor], LogFeatures]
 

@@ -12,10 +12,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mercer.ops.checks import compute_dtype, zero_padding
+from mercer.ops.factored import dense
 from mercer.ops.linear import LinearState
 from mercer.ops.linear_chunks import FLOOR
 from mercer.ops.linear_definition import Sums
-from mercer.ops.linear_logs import dense
 from mercer.ops.linear_step import let_in
 from mercer.ops.near_far_definition import Features, NearFarState
 

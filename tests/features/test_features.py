@@ -8,7 +8,7 @@ import torch
 
 from mercer.features import FEATURES, build_features, draw_directions, feature_options, optimal_proposal, redraw
 from mercer.ops import Rescaled
-from mercer.ops.linear_logs import dense
+from mercer.ops.factored import dense
 
 EXPONENTIAL = ["favor", "hyperbolic", "oprf", "darkformer", "lfk"]
 OWN_KERNEL = sorted(set(FEATURES) - set(EXPONENTIAL))

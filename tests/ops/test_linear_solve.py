@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
+from mercer.ops.factored import Factored
 from mercer.ops.linear import linear_attention
-from mercer.ops.linear_logs import Factored
 from mercer.ops.linear_solve import LinearSolveState, Rescaled, linear_kernel_solve, linear_kernel_solve_naive
 
 CHUNK = 8
