@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mercer import FEATURES, build_mixer
+from mercer import FEATURES, build_mixer, ops
 from mercer.bench import peak_bytes
 from mercer.features import build_features, feature_options
 from mercer.mixers import mixer_options
@@ -30,6 +30,20 @@ def test_a_scale_that_cannot_be_split_is_refused(mixer):
     q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
     with pytest.raises(ValueError, match=r"scale \(-1.0\) must not be negative"):
         made(q, k, v, x=torch.randn(1, 3, 32))
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_linear_cubit_starts_with_coefficients_as_large_as_the_values(share, monkeypatch):
+    mixer, solved = build_mixer("linear_cubit", num_heads=2, head_dim=16, hidden_size=32, share=share, lrr=False), []
+
+    def solve(log_q, log_k, rhs, *, log_rows, log_cols, ridge, **options):
+        solved.append(ops.linear_kernel_solve(log_rows, log_cols, rhs, ridge=ridge)[0])
+        return rhs, None
+
+    monkeypatch.setattr(ops, "linear_kernel_regression", solve)
+    q, k, v = torch.randn(3, 1, 2, 400, 16)
+    mixer(q, k, v, x=torch.randn(1, 400, 32))
+    assert 0.7 < solved[0].norm() / v.norm() < 1.3
 
 
 def test_rows_that_are_keys_need_a_scale():

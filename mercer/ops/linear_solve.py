@@ -116,7 +116,7 @@ def linear_kernel_solve(
     map in place of the exponential kernel. Equal to `linear_kernel_solve_naive`; what lies before a block of tokens
     enters through carried sums, `u_t = (rhs_t - phi(row_t)' S / n_t) / (P_tt + ridge)`, and inside it one triangular
     system is solved. Through features the diagonal is no longer the largest weight of its row, so the ridge carries
-    the stability: 0.1 is a good start.
+    the stability: at 1, u is about as large as rhs.
 
     Args:
         log_rows: log features of the rows; `Factored` ones are not written to memory on a CPU.
