@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mercer.mixers import mixer_options
 from mercer.report.statistics import usable
 from mercer.train.record import Run
 
@@ -123,9 +124,14 @@ def _group(title: str, runs: list[Run]) -> Group:
 
 
 def _label(mixer: str, options: dict[str, Any], siblings: list[dict[str, Any]]) -> str:
-    """Return the mixer's name, with the options that tell it from others of that name in the group."""
-    telling = sorted({key for other in siblings for key in {*options, *other} if options.get(key) != other.get(key)})
-    shown = ", ".join(f"{key}={options[key]}" for key in telling if key in options)
+    """Return the mixer's name, with the options that tell it from others of that name, in the group or by default."""
+    try:
+        known = mixer_options(mixer, **options)
+    except ValueError:  # a run of another version, whose mixer or map is not here
+        known = {}
+    telling = {key for key, value in options.items() if value != known.get(key)}
+    telling |= {key for other in siblings for key in {*options, *other} if options.get(key) != other.get(key)}
+    shown = ", ".join(f"{key}={options[key]}" for key in sorted(telling) if key in options)
     return f"{mixer} ({shown})" if shown else mixer
 
 

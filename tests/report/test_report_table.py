@@ -113,6 +113,24 @@ def test_options_tell_variants_of_one_mixer_apart(make_run):
     assert [row.label for row in comparison_table(runs)] == ["cubit", "cubit (ridge=0.001, share=True)", "deltaformer"]
 
 
+def test_a_mixer_that_is_alone_shows_the_options_it_does_not_have_by_default(make_run):
+    runs = [
+        make_run("cubit", 0, 2.0, mixer_options={"ridge": 1.0, "share": False}),
+        make_run("particle", 0, 2.1, mixer_options={"features": "cos2"}),
+        make_run("of another version", 0, 2.2, mixer_options={"size": 3}),
+        make_run("performer", 0, 2.3),
+        make_run("linear_cubit", 0, 2.4, mixer_options={"features": "of another version"}),
+    ]
+    labels = [row.label for row in comparison_table(runs)]
+    assert labels == [
+        "cubit (ridge=1.0)",
+        "particle (features=cos2)",
+        "of another version (size=3)",
+        "performer",
+        "linear_cubit (features=of another version)",
+    ]
+
+
 def test_a_seed_run_twice_counts_once_and_the_newest(make_run):
     runs = [make_run("softmax", 0, 2.0, created="2026-01-01"), make_run("softmax", 0, 2.5, created="2026-01-02")]
     (group,) = group_runs(runs)
