@@ -123,8 +123,20 @@ def _one_product(log_k: LogFeatures, rhs: Tensor) -> bool:
     return rhs.shape[2] > 1 and log_k.x.shape[1] == rhs.shape[1] == len(log_k.weight)
 
 
-def _together(log_q, log_k, rhs, log_cols, ridge, system, smoother, chunk_size, *, mask, segments):
-    """Do both at once."""
+def _together(
+    log_q: LogFeatures,
+    log_k: LogFeatures,
+    rhs: Tensor,
+    log_cols: Rescaled,
+    ridge: float | Tensor,
+    system: LinearSolveState | None,
+    smoother: LinearState | None,
+    chunk_size: int,
+    *,
+    mask: Bool[Tensor, "B T"] | None,
+    segments: Int[Tensor, "B T"] | None,
+) -> tuple[Float[Tensor, "B H T Dv"], LinearRegressionState]:
+    """Do `linear_kernel_regression` in one pass."""
     outlines = outline(log_q), outline(log_k)
     log_cols.check(log_k)
     right, ridge_, past = prepare(outlines[1], outlines[1], rhs, ridge, mask, segments, system)

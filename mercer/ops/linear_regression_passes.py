@@ -35,7 +35,8 @@ _ARGUMENTS = (
 
 def _problems(
     log_q, q_weight, k, k_weight, factor, rhs, u, u_sums, o_sums, u_scale, o_scale, *tokens_and_sizes
-):  # fmt: skip
+) -> tuple[Problem, Problem]:  # fmt: skip
+    """Fold the heads of the arguments for the system, whose values are `rhs`, and for the smoother of u."""
     mask, documents, last, square, constant, size, threads = tokens_and_sizes
     rows, others = (k, k_weight, None, None, factor, None), (mask, documents, last, square, constant)
     system = solve_problem(*rows, rhs, u_sums, u_scale, *others, size, threads)
