@@ -22,7 +22,8 @@ class LinearCubit(Mixer):
     products alone, so r and r_unit are brought near to one length first, by the factor D^(1/4).
 
     With `share` both kernels have one map as well: u are then the coefficients of a regression on the very features
-    that smooth them, which is several times nearer to Cubit with exact kernels, and a projection less to work out.
+    that smooth them, which before training is several times nearer to Cubit with exact kernels than two maps are, and a
+    projection less to work out.
 
     Args:
         features: a name in `mercer.FEATURES`, for both kernels, each with a map of its own unless `share`.

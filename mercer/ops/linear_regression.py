@@ -97,7 +97,7 @@ def linear_kernel_regression(
     Raises:
         ValueError: shapes do not fit together, or a segment comes back after another one.
 
-    Cost: that of `linear_kernel_solve` and `linear_attention`, less one product of m D numbers a token and key head.
+    Cost: that of `linear_kernel_solve` and `linear_attention`; where one product serves, O(B Hk T m D) less.
 
     Source: Cubit (arXiv:2605.06501), eq. 9-12, with products of features in place of exp: ours.
 

@@ -202,6 +202,21 @@ def test_a_gradient_that_is_not_wanted_is_not_worked_out():
         assert_close(a, b, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("why", ["an offset", "one weight for two heads"])
+def test_keys_that_the_operator_cannot_make_are_regressed_in_turn(why, together):
+    q, q_weight, k, k_weight, factor, rhs, ridge = draw_inputs()
+    weight, offset = (k_weight, draw(2, HEADS, T, 1)) if why == "an offset" else (draw(1, FEATURES, 3), None)
+    log_q, log_k = Factored(q, q_weight), Factored(k, weight, -0.4, 0.7, offset)
+    results = []
+    for function in (linear_kernel_regression, linear_kernel_regression_naive):
+        o, _ = function(log_q, log_k, rhs, log_rows=log_k, log_cols=Rescaled(factor), ridge=ridge, mask=MASK)
+        leaves = [q, k, weight, factor, rhs, *([] if offset is None else [offset])]
+        results.append([o, *torch.autograd.grad(o.sin().sum(), leaves)])
+    for got, expected in zip(*results, strict=True):
+        assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    assert not together
+
+
 def test_features_that_are_given_are_regressed_in_turn(together):
     log_q, log_k, log_rows, log_cols = (draw(2, HEADS, T, FEATURES) for _ in range(4))
     rhs = draw(2, HEADS, T, WIDTH)

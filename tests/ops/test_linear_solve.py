@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from mercer.ops.factored import Factored
+from mercer.ops import linear_solve
+from mercer.ops.factored import Factored, dense
 from mercer.ops.linear import linear_attention
 from mercer.ops.linear_solve import LinearSolveState, Rescaled, linear_kernel_solve, linear_kernel_solve_naive
 
@@ -117,9 +118,18 @@ def test_masks_and_segments(mask, segments):
         assert_fast_is_naive(draw(), mask=real, segments=packed, state=state)
 
 
+@pytest.fixture(params=[False, True], ids=["in factors", "multiplied out"])
+def multiplied_out(request, monkeypatch):
+    """Let the operator make the product of factors, or be given it, as on an accelerator."""
+    if request.param:
+        given = lambda x, heads, dtype, mask: (dense(Factored(x.x, x.weight), mask), None)
+        monkeypatch.setattr(linear_solve, "arguments_of", given)
+
+
 @pytest.mark.parametrize("mask", [None, *MASKS])
-@pytest.mark.parametrize("weights", [1, 4])  # one for four heads is multiplied out
+@pytest.mark.parametrize("weights", [1, 4])
 @pytest.mark.parametrize("factors", [2, 4])
+@pytest.mark.usefixtures("multiplied_out")
 def test_columns_that_are_rescaled_rows(mask, weights, factors):
     _, _, rhs, ridge = draw()
     x, weight = (torch.randn(*size, dtype=torch.float64).requires_grad_() for size in ((2, 4, T, 3), (weights, 7, 3)))
@@ -145,6 +155,17 @@ def test_columns_that_are_rescaled_rows(mask, weights, factors):
     torch.testing.assert_close(results[0][0], u, rtol=1e-10, atol=1e-10)
     for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("multiplied_out")
+def test_the_backward_pass_of_rescaled_rows_repeats():
+    x, weight = (torch.randn(*size, dtype=torch.float64).requires_grad_() for size in ((2, 4, T, 3), (4, 7, 3)))
+    factor = torch.randn(2, 4, T, dtype=torch.float64).requires_grad_()
+    _, _, rhs, ridge = draw()
+    u, _ = linear_kernel_solve(Factored(x, weight), Rescaled(factor), rhs, ridge=ridge, chunk_size=CHUNK)
+    first, second = (torch.autograd.grad(u.sin().sum(), (x, weight, factor), retain_graph=True) for _ in range(2))
+    for got, again in zip(first, second, strict=True):
+        torch.testing.assert_close(again, got, rtol=0, atol=0)
 
 
 def test_forward_substitution_by_loops():
