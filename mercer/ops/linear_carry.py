@@ -4,8 +4,8 @@ Both are counted at the shift of a piece while they pass through it.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,9 +75,15 @@ def _after(part: Part, sums: Tensor, piece: Piece) -> Float[Tensor, "N W m"]:
 
 @dataclass(frozen=True)
 class Kept:
-    """Sums and their scales as they entered each chunk: what lets the backward pass begin at the end."""
+    """What the forward pass leaves to the backward pass.
 
-    room: Float[Tensor, "N chunks W1 m"]  # the scale is a last row below the sums
+    Attributes:
+        room: sums as they entered each chunk, and below them their scale: with these it can begin at the end.
+        near: weights inside blocks, those of a token's rows beside each other; of no tokens if they are not kept.
+    """
+
+    room: Float[Tensor, "N chunks W1 m"]
+    near: Float[Tensor, "N tokens Gh"]
 
     @property
     def sums(self) -> Float[Tensor, "N chunks W m"]:
@@ -94,17 +100,40 @@ class Kept:
         if self.room.shape[1]:
             self.sums[:, chunk], self.scales[:, chunk] = sums, scale
 
+    def near_of(self, part: Part, piece: Piece) -> Float[Tensor, "N b Gh h"] | None:
+        """Return where the weights inside the blocks of a piece are kept; None where they are not."""
+        blocks = part.blocks(piece)
+        if not self.near.shape[1] or blocks * (part.block or 0) != piece.stop - piece.start:
+            return None
+        return self.near[:, piece.span].unflatten(1, (blocks, -1)).flatten(2).unflatten(2, (-1, part.block))
+
+    def put_near(self, part: Part, piece: Piece, near: Float[Tensor, "N b Gh h"]) -> None:
+        """Write the weights inside the blocks of a piece, if there is room; 0 where they do not fit into it."""
+        room = self.near_of(part, piece)
+        if room is not None:
+            room.copy_(near)
+        elif self.near.shape[1]:
+            self.near[:, piece.span].zero_()
+
     def of_heads(self, heads: slice) -> "Kept":
         """Return the same for some of the folded heads."""
-        return Kept(self.room[heads])
+        return Kept(self.room[heads], self.near[heads])
 
 
-def kept_room(
-    sums: Float[Tensor, "B Hk m W"], values: Float[Tensor, "B Hk S Dv"], chunk_size: int, *, keep: bool
-) -> Float[Tensor, "B Hk chunks W1 m"]:
-    """Return room for what enters each chunk; none unless `keep`, nor for chunks so short that it would be large."""
-    size = chunk_length(sums.device, chunk_size)
-    return _room(sums.mT, values.shape[2], size) if keep and size >= SHORT else _room(sums.mT, 0, size)
+def rooms_of(
+    sums: Float[Tensor, "B Hk m W"], rows: Float[Tensor, "B H T _"], chunk_size: int, block: int, *, keep: bool
+) -> tuple[Float[Tensor, "B Hk chunks W1 m"], Float[Tensor, "B Hk tokens Gh"]]:
+    """Return room for `Kept`; none unless `keep`, nor for chunks so short that it would be large.
+
+    None for weights inside blocks on an accelerator, where a chunk is one block.
+    """
+    size, (_, heads, length, _) = chunk_length(sums.device, chunk_size), rows.shape
+    keep = keep and size >= SHORT
+    near = keep and sums.device.type == "cpu" and not size % block
+    return (
+        _room(sums.mT, length if keep else 0, size),
+        sums.new_empty(*sums.shape[:2], length if near else 0, heads // max(sums.shape[1], 1) * block),
+    )
 
 
 def _room(sums: Float[Tensor, "*N W m"], length: Any, size: int) -> Float[Tensor, "*N chunks W1 m"]:
@@ -112,15 +141,16 @@ def _room(sums: Float[Tensor, "*N W m"], length: Any, size: int) -> Float[Tensor
     return sums.new_empty(*sums.shape[:-2], (length + size - 1) // size, sums.shape[-2] + 1, sums.shape[-1])
 
 
-def kept_of(part: Part, room: Float[Tensor, "B Hk chunks W1 m"], heads: slice) -> Kept:
-    """Return what the forward pass kept of a part.
+def kept_of(part: Part, rooms: Sequence[Tensor], heads: slice) -> Kept:
+    """Return what the forward pass kept of a part, in `rooms_of`.
 
-    If it kept nothing, as chunks were short or no gradient was in sight, that is worked out again, which carries the
-    sums of `part` on in place.
+    If it kept nothing, as chunks were short or no gradient was in sight, the sums are worked out again, which carries
+    those of `part` on in place.
     """
-    if room.shape[2]:
-        return Kept(room.flatten(0, 1)[heads])
-    kept, scale = Kept(_room(part.sums, part.keys.length, part.size)), part.scale
+    kept = Kept(*(room.flatten(0, 1) for room in rooms)).of_heads(heads)
+    if kept.room.shape[1]:
+        return kept
+    kept, scale = replace(kept, room=_room(part.sums, part.keys.length, part.size)), part.scale
     for number, pieces in enumerate(plan(part.keys, scale, part.tokens, part.size)):
         kept.put(number, part.sums, scale)
         for piece in pieces:

@@ -16,7 +16,7 @@ from mercer.ops.linear_carry import (
     far_sums,
     hand_back_,
     kept_of,
-    kept_room,
+    rooms_of,
     row_gradients,
     run,
     to_shift_,
@@ -55,6 +55,7 @@ def causal_forward(
         for piece in chunk:
             at, scale, values = piece.span, piece.scale, part.values_at(piece.span, part.blocks(piece))
             weights = part.weights(piece, rows[2][:, :, at])
+            kept.put_near(part, piece, weights.near)
             out = matmul(weights.near, values)
             part.sums.mul_(piece.decay)
             for block in range(values.shape[1]):
@@ -76,8 +77,8 @@ def causal_backward(
     assert part.rows is not None
     for chunk in chunks_backwards(part, kept):
         for piece, before in chunk:
-            at, blocks, weights = piece.span, part.blocks(piece), part.weights(piece)
-            values = part.values_at(at, blocks)
+            at, blocks = piece.span, part.blocks(piece)
+            weights, values = part.weights(piece, near=kept.near_of(part, piece)), part.values_at(at, blocks)
             grad = row_gradients(*(in_blocks(x[:, :, at], blocks) for x in results)).flatten(2, 3)
             grad_values, grad_keys = matmul(weights.near.mT, grad[..., :-1]), weights.keys.new_empty(weights.keys.shape)
             to_shift_(grad_sums, piece)
@@ -188,7 +189,7 @@ def attention_problem(
 @torch.library.custom_op(
     "mercer::linear_attention",
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_ARGUMENTS}, bool keep) -> ({', '.join(['Tensor'] * 7)})",
 )
 def linear_attention_op(
     log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, mask, documents, last, k_square, k_constant, causal,
@@ -199,15 +200,16 @@ def linear_attention_op(
     With a weight, log features are log_q q_weight', and for keys log_k k_weight' + k_square ||log_k||^2 + k_constant;
     k_offset is added to either. A row's weight is counted in a unit of its own in the second output; its log, in the
     fifth one, is not: FLOOR where a row sees nothing. `keep`: whether a backward pass will come, which is faster with
-    the sums that entered the chunks, the last output.
+    what the last two outputs hold.
     """
     o, inverse, log_total = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1, 1))
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
-    room = kept_room(sums, v, chunk_size, keep=keep and causal)
+    rooms = rooms_of(sums, log_q, chunk_size, BLOCK, keep=keep and causal)
     with full_precision(log_q.device):
         others = (new_sums, scale, mask, documents, last, k_square, k_constant, causal, chunk_size, threads)
         problem = attention_problem(log_q, q_weight, log_k, k_weight, k_offset, v, *others)
-        folded, kept = [fold(x, len(problem.values)) for x in (o, inverse, log_total)], Kept(room.flatten(0, 1))
+        folded = [fold(x, len(problem.values)) for x in (o, inverse, log_total)]
+        kept = Kept(*(room.flatten(0, 1) for room in rooms))
         for stretch in problem.stretches():
             heads, part = stretch.heads, problem.part(stretch)
             rows, after = [x[heads, :, stretch.span] for x in folded], new_scale.flatten(0, 1)[heads]
@@ -216,17 +218,17 @@ def linear_attention_op(
             else:
                 after.copy_(_full_forward(part, *rows))
             problem.sums[heads] = part.sums.mT
-    return o, inverse, new_sums, new_scale, log_total, room
+    return o, inverse, new_sums, new_scale, log_total, *rooms
 
 
 @torch.library.custom_op(
     "mercer::linear_attention_backward",
     mutates_args=(),
-    schema="(Tensor grad_o, Tensor grad_sums, Tensor grad_log_total, Tensor o, Tensor inverse, Tensor room, "
+    schema="(Tensor grad_o, Tensor grad_sums, Tensor grad_log_total, Tensor o, Tensor inverse, Tensor[] rooms, "
     f"bool[] weigh, {_ARGUMENTS}) -> Tensor[]",
 )
 def _backward_op(
-    grad_o, grad_sums, grad_log_total, o, inverse, room, weigh, log_q, q_weight, log_k, k_weight, k_offset, v, sums,
+    grad_o, grad_sums, grad_log_total, o, inverse, rooms, weigh, log_q, q_weight, log_k, k_weight, k_offset, v, sums,
     scale, mask, documents, last, k_square, k_constant, causal, size, threads,
 ):  # fmt: skip
     """Return the gradients of the arguments up to sums that are given; zeros for weights that do not `weigh`."""
@@ -249,7 +251,7 @@ def _backward_op(
             grad = after[heads].mT.clone(memory_format=torch.contiguous_format)
             grad = grad if stretch.closes else grad.zero_()
             if causal:
-                run(causal_backward(part, kept_of(part, room, heads), results, grad, outs.part(heads, span)))
+                run(causal_backward(part, kept_of(part, rooms, heads), results, grad, outs.part(heads, span)))
             else:
                 _full_backward(part, results, grad, outs.part(heads, span))
             if stretch.opens:
@@ -262,28 +264,29 @@ def _backward_op(
 def _(log_q, q_weight, log_k, k_weight, k_offset, v, sums, scale, *others):
     o, inverse, log_total = (sums.new_empty(*log_q.shape[:3], width) for width in (v.shape[3], 1, 1))
     causal, chunk_size, _, keep = others[-4:]
-    room = kept_room(sums, v, chunk_size, keep=keep and causal)
-    return o, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape), log_total, room
+    rooms = rooms_of(sums, log_q, chunk_size, BLOCK, keep=keep and causal)
+    return o, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape), log_total, *rooms
 
 
 @_backward_op.register_fake
-def _(grad_o, grad_sums, grad_log_total, o, inverse, room, weigh, *arguments):
+def _(grad_o, grad_sums, grad_log_total, o, inverse, rooms, weigh, *arguments):
     return [x.new_empty(x.shape) for x in arguments[:7] if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.square, ctx.constant, ctx.causal, ctx.size, ctx.threads, _ = inputs
-    ctx.save_for_backward(output[0], output[1], output[5], *tensors)
-    ctx.set_materialize_grads(False)  # one of the last output would be as large as the rest together
+    ctx.save_for_backward(output[0], output[1], *output[5:], *tensors)
+    ctx.set_materialize_grads(False)  # those of the last two outputs would be larger than the rest together
 
 
-def _differentiate(ctx, grad_o, grad_inverse, grad_sums, grad_scale, grad_log_total, grad_kept):
-    o, inverse, kept, *arguments = ctx.saved_tensors
+def _differentiate(ctx, grad_o, grad_inverse, grad_sums, grad_scale, grad_log_total, *unused):
+    o, inverse, *arguments = ctx.saved_tensors
+    rooms, arguments = arguments[:2], arguments[2:]
     given = ((grad_o, o), (grad_sums, arguments[6]), (grad_log_total, inverse))
     grad_o, grad_sums, grad_log_total = (torch.zeros_like(like) if grad is None else grad for grad, like in given)
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
     others = (*arguments, ctx.square, ctx.constant, ctx.causal, ctx.size, ctx.threads)
-    grads = iter(_backward_op(grad_o, grad_sums, grad_log_total, o, inverse, kept, weigh, *others))
+    grads = iter(_backward_op(grad_o, grad_sums, grad_log_total, o, inverse, rooms, weigh, *others))
     return *(None if x is None else next(grads) for x in arguments[:7]), *[None] * 10
 
 

@@ -139,12 +139,13 @@ class Part:
         logs = self.keys.finished(product, piece.span)
         return replace(piece, logs=logs, product=product if self.keys.tied else None)
 
-    def weights(self, piece: Piece, peak: Tensor | None = None) -> Weights:
-        """Return all weights of a piece; those between rows and keys look back."""
+    def weights(self, piece: Piece, peak: Tensor | None = None, near: Tensor | None = None) -> Weights:
+        """Return all weights of a piece; those between rows and keys look back, and are `near` if that is at hand."""
         piece, blocks = self.with_logs(piece), self.blocks(piece)
         rows = self.row_weights(piece.span, piece.shift, peak, piece.product, blocks)
         keys = self.key_weights(piece.span, piece.shift, piece.logs, blocks)
-        return Weights(keys, rows, look_back_(matmul(rows, keys.mT), self.groups, piece.parts))
+        near = look_back_(matmul(rows, keys.mT), self.groups, piece.parts) if near is None else near
+        return Weights(keys, rows, near)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mercer.ops import linear_passes, linear_solve_passes
 from mercer.ops.checks import full_precision
-from mercer.ops.linear_carry import Kept, kept_of, kept_room, run
+from mercer.ops.linear_carry import Kept, kept_of, rooms_of, run
 from mercer.ops.linear_logs import LogGradients, Shared, SharedGradients, fold
 from mercer.ops.linear_passes import KeyGradients, attention_problem, causal_backward, causal_forward
 from mercer.ops.linear_pieces import Part, Problem
@@ -45,17 +46,18 @@ def _problems(
 
 
 def _rooms(log_q, rhs, u_sums, o_sums, size: int, keep: bool) -> tuple[Tensor, ...]:
-    """Return room for o, u, one over the weight of each row of either, and what enters chunks of either."""
+    """Return room for o, u, one over the weight of each row of either, and what either keeps."""
     rows = [u_sums.new_empty(*log_q.shape[:3], width) for width in (rhs.shape[3], 1)]
     tokens = [u_sums.new_empty(*rhs.shape[:3], width) for width in (rhs.shape[3], 1)]
-    kept = [kept_room(sums, rhs, size, keep=keep) for sums in (u_sums, o_sums)]
-    return rows[0], tokens[0], rows[1], tokens[1], *kept
+    of_system = rooms_of(u_sums, rhs, size, linear_solve_passes.BLOCK, keep=keep)
+    of_smoother = rooms_of(o_sums, log_q, size, linear_passes.BLOCK, keep=keep)
+    return rows[0], tokens[0], rows[1], tokens[1], *of_system, *of_smoother
 
 
 @torch.library.custom_op(
     "mercer::linear_kernel_regression",
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, bool keep) -> ({', '.join(['Tensor'] * 10)})",
+    schema=f"({_ARGUMENTS}, bool keep) -> ({', '.join(['Tensor'] * 12)})",
 )
 def linear_kernel_regression_op(
     log_q, q_weight, k, k_weight, factor, rhs, ridge, u_sums, o_sums, u_scale, o_scale, mask, documents, last,
@@ -74,7 +76,7 @@ def linear_kernel_regression_op(
         system, smoother = _problems(*logs, rhs, u, *sums, *others)
         tokens, scales = ([x.flatten(0, 1) for x in given] for given in ((rhs, ridge, u, u_inverse), after[2:]))
         rows = [fold(x, len(tokens[0])) for x in (o, o_inverse, torch.empty_like(o_inverse))]
-        of_u, of_o = (Kept(room.flatten(0, 1)) for room in rooms)
+        of_u, of_o = (Kept(*(room.flatten(0, 1) for room in pair)) for pair in (rooms[:2], rooms[2:]))
         for at, solved, smoothed in _parts(system, smoother):
             solving = solve_forward(solved, of_u.of_heads(at), scales[0][at], *(x[at] for x in tokens))
             smoothing = causal_forward(smoothed, of_o.of_heads(at), scales[1][at], *(x[at] for x in rows))
@@ -87,12 +89,11 @@ def linear_kernel_regression_op(
     "mercer::linear_kernel_regression_backward",
     mutates_args=(),
     schema="(Tensor grad_o, Tensor grad_u_sums, Tensor grad_o_sums, Tensor o, Tensor u, Tensor o_inverse, "
-    f"Tensor u_inverse, Tensor u_room, Tensor o_room, bool[] weigh, {_ARGUMENTS}) -> Tensor[]",
+    f"Tensor u_inverse, Tensor[] rooms, bool[] weigh, {_ARGUMENTS}) -> Tensor[]",
 )
 def _backward_op(
-    grad_o, grad_u_sums, grad_o_sums, o, u, o_inverse, u_inverse, u_room, o_room, weigh, log_q, q_weight, k, k_weight,
-    factor, rhs, ridge, u_sums, o_sums, u_scale, o_scale, mask, documents, last, square, constant, chunk_size,
-    threads,
+    grad_o, grad_u_sums, grad_o_sums, o, u, o_inverse, u_inverse, rooms, weigh, log_q, q_weight, k, k_weight, factor,
+    rhs, ridge, u_sums, o_sums, u_scale, o_scale, mask, documents, last, square, constant, chunk_size, threads,
 ):  # fmt: skip
     """Return the gradients of the arguments up to sums that are given; zeros for weights that do not `weigh`."""
     right, ridges, grad_u, *entering = (x.new_empty(x.shape) for x in (rhs, ridge, u, u_sums, o_sums))
@@ -116,10 +117,9 @@ def _backward_op(
             to_tokens = SolveGradients(
                 right.flatten(0, 1)[at], ridges.flatten(0, 1)[at], of_keys, None, of_factor[at], None
             )
-            smoothing = causal_backward(
-                of_o, kept_of(of_o, o_room, at), tuple(x[at] for x in results), grads[1], to_rows
-            )
-            solving = solve_backward(of_u, kept_of(of_u, u_room, at), solved.of_heads(at), grads[0], to_tokens)
+            kept_u, kept_o = kept_of(of_u, rooms[:2], at), kept_of(of_o, rooms[2:], at)
+            smoothing = causal_backward(of_o, kept_o, tuple(x[at] for x in results), grads[1], to_rows)
+            solving = solve_backward(of_u, kept_u, solved.of_heads(at), grads[0], to_tokens)
             for _ in zip(smoothing, solving, strict=True):
                 of_keys.hand_on(of_u.keys)
             for room, grad in zip(entering, grads, strict=True):
@@ -136,23 +136,23 @@ def _(log_q, q_weight, k, k_weight, factor, rhs, ridge, *others):
 
 
 @_backward_op.register_fake
-def _(grad_o, grad_u_sums, grad_o_sums, o, u, o_inverse, u_inverse, u_room, o_room, weigh, *arguments):
+def _(grad_o, grad_u_sums, grad_o_sums, o, u, o_inverse, u_inverse, rooms, weigh, *arguments):
     return [x.new_empty(x.shape) for x in arguments[:9] if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.square, ctx.constant, ctx.size, ctx.threads, _ = inputs
     ctx.save_for_backward(output[0], *output[5:], *tensors)
-    ctx.set_materialize_grads(False)  # one of what entered the chunks would be as large as the rest together
+    ctx.set_materialize_grads(False)  # those of what is kept would be larger than the rest together
 
 
 def _differentiate(ctx, grad_o, grad_u_sums, grad_o_sums, *unused):
-    results, arguments = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+    results, rooms, arguments = (ctx.saved_tensors[at] for at in (slice(4), slice(4, 8), slice(8, None)))
     given = ((grad_o, results[0]), (grad_u_sums, arguments[7]), (grad_o_sums, arguments[8]))
     grads = [torch.zeros_like(like) if grad is None else grad for grad, like in given]
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
     others = (*arguments, ctx.square, ctx.constant, ctx.size, ctx.threads)
-    found = iter(_backward_op(*grads, *results, weigh, *others))
+    found = iter(_backward_op(*grads, *results, rooms, weigh, *others))
     return *(None if x is None else next(found) for x in arguments[:9]), *[None] * 10
 
 

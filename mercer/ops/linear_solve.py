@@ -161,7 +161,7 @@ def linear_kernel_solve(
     tensors, added = _arguments(log_rows, log_cols, heads, dtype, mask)
     tensors = (*tensors, right, ridge_, past.sums)
     refuse_tangents(*tensors)
-    u, _, sums, c, _ = linear_kernel_solve_op(
+    u, _, sums, c, *_ = linear_kernel_solve_op(
         *tensors, past.c, mask, documents, past.segment, *added, chunk_size, num_threads(), any_grad(*tensors)
     )
     state = LinearSolveState(sums=sums, c=c, segment=segment_after(documents, past))

@@ -21,7 +21,7 @@ from mercer.ops.linear_carry import (
     hand_back_,
     keep_rows_,
     kept_of,
-    kept_room,
+    rooms_of,
     row_gradients,
     run,
     to_shift_,
@@ -34,12 +34,13 @@ from mercer.ops.linear_pieces import Part, Problem, Weights, matmul
 BLOCK = 32  # inside a block the system is solved token by token, which costs more than the products between blocks
 
 
-def _systems_(
+def _systems(
     near: Float[Tensor, "N b h h"], inverse: Float[Tensor, "N b h 1"], ridge: Float[Tensor, "N b h"]
 ) -> Float[Tensor, "N b h h"]:
-    """Turn, in place, the weights inside blocks into P + diag(ridge)."""
-    near.mul_(inverse).diagonal(dim1=2, dim2=3).add_(ridge)
-    return near
+    """Return P + diag(ridge) of blocks from the weights inside them."""
+    systems = near * inverse
+    systems.diagonal(dim1=2, dim2=3).add_(ridge)
+    return systems
 
 
 def _totals(weights: Weights, z: Float[Tensor, "N m"], parts: Documents | None) -> Float[Tensor, "N b h 1"]:
@@ -55,13 +56,16 @@ def _blocks(*of_piece: Float[Tensor, "N b ..."]) -> Iterator[tuple[Tensor, ...]]
     return zip(*(x.unbind(1) for x in of_piece), strict=True)
 
 
-def _solve_piece_(part: Part, piece: Piece, right: Tensor, ridge: Tensor, u: Tensor, inverse: Tensor) -> None:
+def _solve_piece_(
+    part: Part, kept: Kept, piece: Piece, right: Tensor, ridge: Tensor, u: Tensor, inverse: Tensor
+) -> None:
     """Write u and one over the weight of each row, [N, b, h, _]; carry the sums of `part` on in place."""
     weights, sums = part.weights(piece), part.sums.mul_(piece.decay)
+    kept.put_near(part, piece, weights.near)
     total = _totals(weights, sums[:, -1], piece.parts)
     over = total.reciprocal().masked_fill_(total == 0, 0)
     inverse.copy_(over)
-    systems = _systems_(weights.near, over, ridge)
+    systems = _systems(weights.near, over, ridge)
     values = total.new_ones(*u.shape[:3], sums.shape[1])
     for block in _blocks(weights.rows, weights.keys, systems, over, right, values):
         rows, keys, system, inverse_, right_, value = block
@@ -84,7 +88,8 @@ def solve_forward(
         kept.put(number, part.sums, scale)
         for piece in chunk:
             scale = piece.scale
-            _solve_piece_(part, piece, *(x[:, piece.span].unflatten(1, (part.blocks(piece), -1)) for x in of_tokens))
+            of_piece = (x[:, piece.span].unflatten(1, (part.blocks(piece), -1)) for x in of_tokens)
+            _solve_piece_(part, kept, piece, *of_piece)
         yield
     after.copy_(scale)
 
@@ -135,19 +140,19 @@ class SolveGradients:
 def _adjoint_(
     weights: Weights, values: Float[Tensor, "N b h W"], solved: Solved, grad_sums: Float[Tensor, "N W m"], piece: Piece
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Solve the transposed system of a piece, from its last block to the first; the weights inside blocks are used up.
+    """Solve the transposed system of a piece, from its last block to the first.
 
     Returns the solution g, the gradient of the undivided sums of rows, and what the weights of keys get from the sums
     that leave their blocks; `grad_sums` goes back through the piece in place.
     """
     g, grad_keys = (x.new_empty(x.shape) for x in (solved.grad_u, weights.keys))
     grad = g.new_empty(*g.shape[:3], g.shape[3] + 1)
-    systems = _systems_(weights.near, solved.inverse, solved.ridge)
+    systems = _systems(weights.near, solved.inverse, solved.ridge)
     to_shift_(grad_sums, piece)
     given = (weights.keys, values, solved.grad_u, systems, solved.smooth, -solved.inverse, weights.rows)
     for block in reversed(list(_blocks(*given, g, grad, grad_keys))):
         keys, value, grad_u, system, smooth, minus, rows, g_, grad_, grad_keys_ = block
-        reaching = torch.baddbmm(grad_u, closing(keys, piece.parts), grad_sums[:, :-1].mT, out=g_)
+        reaching = torch.baddbmm(grad_u, closing(keys, piece.parts), grad_sums[:, :-1].mT)
         g_.copy_(torch.linalg.solve_triangular(system, reaching.mT, upper=False, left=False).mT)
         row_gradients(g_, smooth, minus, out=grad_)
         torch.bmm(closing(value, piece.parts), grad_sums, out=grad_keys_)
@@ -166,7 +171,7 @@ def solve_backward(
     for chunk in chunks_backwards(part, kept):
         for piece, before in chunk:
             at, piece = piece.span, part.with_logs(piece)
-            weights, blocks = part.weights(piece), part.blocks(piece)
+            weights, blocks = part.weights(piece, near=kept.near_of(part, piece)), part.blocks(piece)
             values, of_piece = part.values_at(at, blocks), solved.of_piece(at, blocks)
             g, grad, grad_col = _adjoint_(weights, values, of_piece, grad_sums, piece)
             outs.rhs[:, at] = g.flatten(1, 2)
@@ -226,7 +231,7 @@ def solve_problem(
 @torch.library.custom_op(
     "mercer::linear_kernel_solve",
     mutates_args=(),
-    schema=f"({_ARGUMENTS}, bool keep) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({_ARGUMENTS}, bool keep) -> ({', '.join(['Tensor'] * 6)})",
 )
 def linear_kernel_solve_op(
     log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs, ridge, sums, scale, mask, documents, last,
@@ -240,29 +245,29 @@ def linear_kernel_solve_op(
     """
     u, inverse = sums.new_empty(rhs.shape), sums.new_empty(*rhs.shape[:3], 1)
     new_sums, new_scale = (x.clone(memory_format=torch.contiguous_format) for x in (sums, scale))
-    room = kept_room(sums, rhs, chunk_size, keep=keep)
+    rooms = rooms_of(sums, rhs, chunk_size, BLOCK, keep=keep)
     with full_precision(rhs.device):
         logs = (log_rows, rows_weight, log_cols, cols_weight, factor, offset)
         problem = solve_problem(
             *logs, rhs, new_sums, scale, mask, documents, last, square, constant, chunk_size, threads
         )
-        kept = Kept(room.flatten(0, 1))
+        kept = Kept(*(room.flatten(0, 1) for room in rooms))
         scales, *of_tokens = (x.flatten(0, 1) for x in (new_scale, rhs, ridge, u, inverse))
         for stretch in problem.stretches():
             at, part = stretch.heads, problem.part(stretch)
             run(solve_forward(part, kept.of_heads(at), scales[at], *(x[at] for x in of_tokens)))
             problem.sums[at] = part.sums.mT
-    return u, inverse, new_sums, new_scale, room
+    return u, inverse, new_sums, new_scale, *rooms
 
 
 @torch.library.custom_op(
     "mercer::linear_kernel_solve_backward",
     mutates_args=(),
-    schema="(Tensor grad_u, Tensor grad_sums, Tensor u, Tensor inverse, Tensor room, bool[] weigh, "
+    schema="(Tensor grad_u, Tensor grad_sums, Tensor u, Tensor inverse, Tensor[] rooms, bool[] weigh, "
     f"{_ARGUMENTS}) -> Tensor[]",
 )
 def _backward_op(
-    grad_u, grad_sums, u, inverse, room, weigh, log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs,
+    grad_u, grad_sums, u, inverse, rooms, weigh, log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs,
     ridge, sums, scale, mask, documents, last, square, constant, chunk_size, threads,
 ):  # fmt: skip
     """Return the gradients of the arguments up to sums that are given; zeros for weights that do not `weigh`."""
@@ -281,7 +286,7 @@ def _backward_op(
         for stretch in problem.stretches():
             at, part = stretch.heads, problem.part(stretch)
             grad = grad_sums.flatten(0, 1)[at].mT.clone(memory_format=torch.contiguous_format)
-            run(solve_backward(part, kept_of(part, room, at), solved.of_heads(at), grad, outs.of_heads(at)))
+            run(solve_backward(part, kept_of(part, rooms, at), solved.of_heads(at), grad, outs.of_heads(at)))
             entering.flatten(0, 1)[at] = grad.mT
     of_cols = [] if cols is None or log_cols is None else cols.results(log_cols, cols_weight)
     scales = [x.view_as(like) for x, like in zip(scales, (factor, offset), strict=True) if x is not None]
@@ -291,28 +296,29 @@ def _backward_op(
 @linear_kernel_solve_op.register_fake
 def _(log_rows, rows_weight, log_cols, cols_weight, factor, offset, rhs, ridge, sums, scale, *others):
     u, inverse = sums.new_empty(rhs.shape), sums.new_empty(*rhs.shape[:3], 1)
-    room = kept_room(sums, rhs, others[-3], keep=others[-1])
-    return u, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape), room
+    rooms = rooms_of(sums, rhs, others[-3], BLOCK, keep=others[-1])
+    return u, inverse, sums.new_empty(sums.shape), scale.new_empty(scale.shape), *rooms
 
 
 @_backward_op.register_fake
-def _(grad_u, grad_sums, u, inverse, room, weigh, *arguments):
+def _(grad_u, grad_sums, u, inverse, rooms, weigh, *arguments):
     return [x.new_empty(x.shape) for x in arguments[:9] if x is not None]
 
 
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.square, ctx.constant, ctx.size, ctx.threads, _ = inputs
-    ctx.save_for_backward(output[0], output[1], output[4], *tensors)
-    ctx.set_materialize_grads(False)  # one of the last output would be as large as the rest together
+    ctx.save_for_backward(output[0], output[1], *output[4:], *tensors)
+    ctx.set_materialize_grads(False)  # those of the last two outputs would be larger than the rest together
 
 
-def _differentiate(ctx, grad_u, grad_inverse, grad_sums, grad_scale, grad_kept):
-    u, inverse, kept, *arguments = ctx.saved_tensors
+def _differentiate(ctx, grad_u, grad_inverse, grad_sums, grad_scale, *unused):
+    u, inverse, *arguments = ctx.saved_tensors
+    rooms, arguments = arguments[:2], arguments[2:]
     grad_u = torch.zeros_like(u) if grad_u is None else grad_u
     grad_sums = torch.zeros_like(arguments[8]) if grad_sums is None else grad_sums
     weigh = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
     others = (*arguments, ctx.square, ctx.constant, ctx.size, ctx.threads)
-    grads = iter(_backward_op(grad_u, grad_sums, u, inverse, kept, weigh, *others))
+    grads = iter(_backward_op(grad_u, grad_sums, u, inverse, rooms, weigh, *others))
     return *(None if x is None else next(grads) for x in arguments[:9]), *[None] * 9
 
 

@@ -142,7 +142,7 @@ def _far(
     documents = None if run is None or rows is None else document_ids(rows, run, entering)
     *logs, square, constant = log_arguments(log_q, log_k, v, past_sums, rows)
     refuse_tangents(*logs, v)
-    o, _, sums, c, log_total, _ = linear_attention_op(
+    o, _, sums, c, log_total, *_ = linear_attention_op(
         *logs, v, past_sums.sums, past_sums.c, rows, documents, entering, square, constant, True, chunk_size,
         num_threads(), any_grad(*logs, v, past_sums.sums),
     )  # fmt: skip
