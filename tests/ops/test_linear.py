@@ -137,23 +137,38 @@ def test_threads_may_change_between_the_passes():
         torch.testing.assert_close(got, expected)
 
 
-def test_sums_are_kept_for_gradients_alone_and_not_of_short_chunks(monkeypatch):
-    monkeypatch.setattr(linear_carry, "SHORT", 4)
-    inputs, rooms = draw(), []
+@pytest.fixture
+def rooms(monkeypatch):
+    """Collect what linear attention keeps for its backward pass: sums that entered chunks, weights inside blocks."""
+    found, op = [], linear.linear_attention_op
 
     def watched(*arguments):
         results = op(*arguments)
-        rooms.append(results[5].shape[2])
+        found.append(results[5:])
         return results
 
-    op = linear.linear_attention_op
     monkeypatch.setattr(linear, "linear_attention_op", watched)
+    return found
+
+
+def test_sums_are_kept_for_gradients_alone_and_not_of_short_chunks(rooms, monkeypatch):
+    monkeypatch.setattr(linear_carry, "SHORT", 4)
+    inputs = draw()
     linear_attention(*inputs, chunk_size=8)
+    linear_attention(*inputs, chunk_size=6)  # which is no number of blocks
     linear_attention(*inputs, chunk_size=3)
     linear_attention(*inputs, causal=False)
     with torch.no_grad():
         linear_attention(*inputs, chunk_size=8)
-    assert rooms == [3, 0, 0, 0]
+    assert [tuple(room.shape[2] for room in kept) for kept in rooms] == [(3, T), (4, 0), (0, 0), (0, 0), (0, 0)]
+
+
+def test_the_backward_pass_reads_the_weights_that_were_kept(rooms):
+    inputs = draw()
+    o, _ = linear_attention(*inputs, chunk_size=8)
+    right = torch.autograd.grad(o.sum(), inputs[2], retain_graph=True)[0]
+    rooms[0][1].data.mul_(2)
+    assert (torch.autograd.grad(o.sum(), inputs[2])[0] - right).abs().amax() > 0.1
 
 
 @pytest.mark.parametrize("causal", [True, False])
