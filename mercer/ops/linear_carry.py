@@ -102,10 +102,10 @@ class Kept:
 
     def near_of(self, part: Part, piece: Piece) -> Float[Tensor, "N b Gh h"] | None:
         """Return where the weights inside the blocks of a piece are kept; None where they are not."""
-        blocks = part.blocks(piece)
-        if not self.near.shape[1] or blocks * (part.block or 0) != piece.stop - piece.start:
+        blocks, block = part.blocks(piece), part.block
+        if not self.near.shape[1] or block is None or blocks * block != piece.stop - piece.start:
             return None
-        return self.near[:, piece.span].unflatten(1, (blocks, -1)).flatten(2).unflatten(2, (-1, part.block))
+        return self.near[:, piece.span].unflatten(1, (blocks, -1)).flatten(2).unflatten(2, (-1, block))
 
     def put_near(self, part: Part, piece: Piece, near: Float[Tensor, "N b Gh h"]) -> None:
         """Write the weights inside the blocks of a piece, if there is room; 0 where they do not fit into it."""
