@@ -1,11 +1,13 @@
-"""Other packages' causal linear attention on the CPU beside ours: same inputs, same sizes, one process, one thread."""
+"""Other packages' causal linear attention on the CPU beside ours: same inputs, same sizes, same process, one thread."""
 
 import contextlib
 import io
 import itertools
+import multiprocessing
 import statistics
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -19,12 +21,14 @@ from mercer.bench.memory import peak_bytes
 from mercer.bench.operators import NUM_FEATURES, Shape
 from mercer.bench.ops import Call, check_sizes
 from mercer.bench.record import surroundings
-from mercer.bench.timing import call_seconds, one_thread, steady_allocator, time_together
+from mercer.bench.timing import one_thread, steady_allocator, time_together
 from mercer.errors import unknown
 from mercer.mixers import build_mixer
 
 OURS = ("performer", "darkformer")
 PASSES = ("forward", "forward+backward")
+# What becomes of memory that is freed: what the C library does with it by itself, or it stays in the process.
+ALLOCATORS = {"default": contextlib.nullcontext, "steady": steady_allocator}
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -76,7 +80,7 @@ PEERS: dict[str, Peer] = {
 
 @dataclass(frozen=True)
 class PeerMeasurement:
-    """One peer beside one mixer of ours, one pass, one length."""
+    """One peer beside one mixer of ours, one pass, one length, one of `ALLOCATORS`."""
 
     peer: str
     version: str
@@ -85,6 +89,7 @@ class PeerMeasurement:
     mixer: str
     phase: str
     length: int
+    allocator: str
     milliseconds: float
     our_milliseconds: float
     ratio: float  # median over the turns of peer / ours
@@ -120,50 +125,72 @@ def bench_peers(
     heads: int = 8,
     head_dim: int = 64,
     passes: Sequence[str] = PASSES,
+    allocators: Sequence[str] = tuple(ALLOCATORS),
     repeats: int = 3,
     peers: Mapping[str, Peer] | None = None,
+    apart: bool = True,
     watch: Callable[[str], None] = lambda what: None,
 ) -> PeersBench:
     """Measure other packages' causal linear attention beside performer and darkformer of ours, on one CPU thread.
 
-    All take the same q, k, v (batch 1, float32, 256 features) and include their features. In every turn each peer and
+    All take the same q, k, v (batch 1, float32, 256 features) and include their features. In every turn the peer and
     each mixer runs once, so a machine that slows down slows all; a ratio is the median over the turns of peer / ours.
     Forward passes run without gradients; forward + backward takes the gradients of q, k, v and of what is learned.
-    Of the ways in which a peer can do it, two are measured: what it does by itself, and what was fastest in one trial.
+    Of the ways in which a peer can do it, two are measured: what it does by itself, and what was fastest in one turn.
+
+    With the allocator "default" they run as they would in anyone's process, where glibc gives large blocks back to the
+    system, and fetching them again page by page can cost as much as the work. What it keeps depends on all that a
+    process did before, so every measurement has a process of its own. "steady" keeps freed memory: what is left is the
+    arithmetic.
 
     Args:
         lengths: tokens.
         heads: heads.
         head_dim: width of a head.
         passes: of "forward" and "forward+backward".
+        allocators: of "default" and "steady".
         repeats: turns of which the median is taken.
         peers: by name; those of PEERS by default.
+        apart: whether each measurement has a process of its own, to which a peer must go by pickle; else they are made
+            in this one, whose allocator stays changed after "steady".
         watch: told what is measured next.
 
     Returns:
-        The record. The number of threads is put back to what it was.
+        The record.
 
     Raises:
         ModuleNotFoundError: a peer is not installed.
-        ValueError: a pass is unknown, or a size is below 1.
+        ValueError: a pass or an allocator is unknown, or a size is below 1.
     """
     peers = PEERS if peers is None else peers
-    for phase in passes:
-        if phase not in PASSES:
-            raise unknown("pass", phase, PASSES)
+    for kind, given, known in (("pass", passes, PASSES), ("allocator", allocators, tuple(ALLOCATORS))):
+        for name in given:
+            if name not in known:
+                raise unknown(kind, name, known)
     check_sizes(heads=heads, head_dim=head_dim, length=min(lengths, default=0))
-    measurements = []
-    with one_thread(), steady_allocator():
-        for length in sorted(set(lengths)):
+    for peer in peers.values():
+        peer.paths(heads, head_dim, 1)  # what is missing is said before anything is measured
+    measurements: list[PeerMeasurement] = []
+    with _processes() if apart else contextlib.nullcontext(_here) as work:
+        for phase, length, allocator, name in itertools.product(passes, sorted(set(lengths)), allocators, peers):
+            watch(f"{name}, {phase}, {length:,} tokens, {allocator} allocator")
             shape = Shape(1, heads, length, head_dim, torch.float32, "cpu")
-            ours = {name: _ours(name, shape) for name in OURS}
-            theirs = {name: peer.paths(heads, head_dim, length) for name, peer in peers.items()}
-            for phase in passes:
-                watch(f"{phase}, {length:,} tokens")
-                measurements += _measure(peers, theirs, ours, phase, shape, repeats)
+            measurements += work(_measure, name, peers[name], phase, shape, allocator, repeats)
     return PeersBench(
         measurements, 1, heads, head_dim, NUM_FEATURES, "float32", num_threads=1, repeats=repeats, **surroundings("cpu")
     )
+
+
+def _here(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+@contextlib.contextmanager
+def _processes() -> Iterator[Callable[..., Any]]:
+    """Give a function that calls another in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context, max_tasks_per_child=1) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
 
 def _ours(name: str, shape: Shape) -> tuple[nn.Module, Attention]:
@@ -171,42 +198,38 @@ def _ours(name: str, shape: Shape) -> tuple[nn.Module, Attention]:
     return mixer, lambda q, k, v: mixer(q, k, v)[0]
 
 
-def _measure(
-    peers: Mapping[str, Peer],
-    theirs: Mapping[str, Mapping[str, tuple[nn.Module, Attention]]],
-    ours: Mapping[str, tuple[nn.Module, Attention]],
-    phase: str,
-    shape: Shape,
-    repeats: int,
-) -> list[PeerMeasurement]:
-    """Measure one pass at one length."""
-    calls = {(name, ""): _call(*attention, phase, shape) for name, attention in ours.items()}
-    for peer, ways in theirs.items():
+def _measure(name: str, peer: Peer, phase: str, shape: Shape, allocator: str, repeats: int) -> list[PeerMeasurement]:
+    """Measure one pass of one peer at one length."""
+    with one_thread(), ALLOCATORS[allocator]():
+        calls = {mixer: _call(*_ours(mixer, shape), phase, shape) for mixer in OURS}
+        ways = peer.paths(shape.heads, shape.head_dim, shape.length)
         tried = {path: _call(*attention, phase, shape) for path, attention in ways.items()}
-        fastest = min(tried, key=lambda path, tried=tried: call_seconds(tried[path]))
-        calls |= {(peer, path): tried[path] for path in (next(iter(ways)), fastest)}
-    seconds = dict(zip(calls, time_together(list(calls.values()), repeats=repeats), strict=True))
-    peaks = {key: peak_bytes(call) for key, call in calls.items()}
+        default = next(iter(ways))
+        trials = time_together(list(tried.values()), repeats=1)
+        _, fastest = min(zip(trials, tried, strict=True))
+        calls |= {path: tried[path] for path in (default, fastest)}
+        seconds = dict(zip(calls, time_together(list(calls.values()), repeats=repeats), strict=True))
+        peaks = {key: peak_bytes(call) for key, call in calls.items()}
     lines = []
-    for (peer, path), mixer in itertools.product([key for key in calls if key[1]], ours):
-        taken, own = seconds[peer, path], seconds[mixer, ""]
-        ratios = [other / mine for other, mine in zip(taken, own, strict=True)]
+    for path, mixer in itertools.product(dict.fromkeys((default, fastest)), OURS):
+        ratios = [other / mine for other, mine in zip(seconds[path], seconds[mixer], strict=True)]
         lines.append(
             PeerMeasurement(
-                peer=peer,
-                version=version(peers[peer].package) if peers[peer].package else "",
+                peer=name,
+                version=version(peer.package) if peer.package else "",
                 path=path,
-                default=path == next(iter(theirs[peer])),
+                default=path == default,
                 mixer=mixer,
                 phase=phase,
                 length=shape.length,
-                milliseconds=statistics.median(taken) * 1e3,
-                our_milliseconds=statistics.median(own) * 1e3,
+                allocator=allocator,
+                milliseconds=statistics.median(seconds[path]) * 1e3,
+                our_milliseconds=statistics.median(seconds[mixer]) * 1e3,
                 ratio=statistics.median(ratios),
                 ratio_low=min(ratios),
                 ratio_high=max(ratios),
-                peak_bytes=peaks[peer, path],
-                our_peak_bytes=peaks[mixer, ""],
+                peak_bytes=peaks[path],
+                our_peak_bytes=peaks[mixer],
             )
         )
     return lines

@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mercer.bench.peers import OURS, PASSES, Peer, PeerMeasurement, PeersBench, bench_peers
+from mercer.bench.peers import ALLOCATORS, OURS, PASSES, Peer, PeerMeasurement, PeersBench, bench_peers
 from mercer.bench.record import record_text
 from mercer.bench.show import three
 
@@ -19,8 +19,10 @@ def run_peers(
     heads: int = 8,
     head_dim: int = 64,
     passes: Sequence[str] = PASSES,
+    allocators: Sequence[str] = tuple(ALLOCATORS),
     repeats: int = 3,
     peers: Mapping[str, Peer] | None = None,
+    apart: bool = True,
     out: str | Path | None = None,
     console: Console | None = None,
 ) -> None:
@@ -31,14 +33,16 @@ def run_peers(
         heads: heads.
         head_dim: width of a head.
         passes: of "forward" and "forward+backward".
+        allocators: of "default" and "steady"; see `bench_peers`.
         repeats: turns of which the median is taken.
         peers: by name; those of PEERS by default.
+        apart: see `bench_peers`.
         out: the folder, made where missing; None writes nothing.
         console: where to print; the terminal by default.
 
     Raises:
         ModuleNotFoundError: a peer is not installed.
-        ValueError: a pass is unknown, or a size is below 1.
+        ValueError: a pass or an allocator is unknown, or a size is below 1.
     """
     console = console or Console()
     with console.status("starting") as status:
@@ -47,8 +51,10 @@ def run_peers(
             heads=heads,
             head_dim=head_dim,
             passes=passes,
+            allocators=allocators,
             repeats=repeats,
             peers=peers,
+            apart=apart,
             watch=lambda what: status.update(f"measuring {what}"),
         )
     console.print(format_peers(record))
@@ -60,38 +66,39 @@ def run_peers(
 
 
 def format_peers(record: PeersBench) -> Group:
-    """Return the tables of a record for a terminal, one for each pass and length."""
+    """Return the tables of a record for a terminal, one for each allocator, length and pass."""
     head = (
         f"batch {record.batch}, {record.heads} heads of {record.head_dim}, {record.num_features} features, causal, "
         f"{record.dtype}, {record.num_threads} thread, {record.device} ({record.machine}); median of {record.repeats}"
     )
     parts: list[Text | Table] = [Text(head)]
-    tables: dict[tuple[str, int], list[PeerMeasurement]] = {}
+    tables: dict[str, list[PeerMeasurement]] = {}
     for line in record.measurements:
-        tables.setdefault((line.phase, line.length), []).append(line)
-    parts += [_table(phase, length, lines) for (phase, length), lines in tables.items()]
-    parts.append(Text("/ performer, / darkformer: how many times that of our mixer a peer's time is"))
+        title = f"{line.phase.replace('+', ' + ')}, T = {line.length:,}, {line.allocator} allocator"
+        tables.setdefault(title, []).append(line)
+    parts += [_table(title, lines) for title, lines in tables.items()]
+    parts.append(
+        Text("/ performer, / darkformer: how many times that of our mixer a peer's time is, ours, and our peak memory")
+    )
+    parts.append(Text("default allocator: as in anyone's process; steady: freed memory is kept"))
     return Group(*parts)
 
 
-def _table(phase: str, length: int, lines: list[PeerMeasurement]) -> Table:
-    title = f"{phase.replace('+', ' + ')}, T = {length:,}"
+def _table(title: str, lines: list[PeerMeasurement]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1))
     table.add_column("", no_wrap=False)
-    for name in ("time", "memory", *(f"/ {mixer}" for mixer in OURS)):
+    for name in ("its time", *(f"/ {mixer}" for mixer in OURS)):
         table.add_column(name, justify="right", no_wrap=True)
-    by_mixer = {line.mixer: line for line in lines}
-    for mixer in OURS:
-        line = by_mixer[mixer]
-        table.add_row(f"mercer {mixer}", *_size(line.our_milliseconds, line.our_peak_bytes), *("" for _ in OURS))
     for peer, path in dict.fromkeys((line.peer, line.path) for line in lines):
         found = {line.mixer: line for line in lines if (line.peer, line.path) == (peer, path)}
         line = found[OURS[0]]
-        ratios = (f"{three(found[mixer].ratio)}x" for mixer in OURS)
         way = f"by itself: {path}" if line.default else f"fastest: {path}"
-        table.add_row(f"{peer} {line.version}\n({way})", *_size(line.milliseconds, line.peak_bytes), *ratios)
+        own = _size(line.milliseconds, line.peak_bytes)
+        beside = (found[mixer] for mixer in OURS)
+        ratios = (f"{three(ours.ratio)}x\n{_size(ours.our_milliseconds, ours.our_peak_bytes)}" for ours in beside)
+        table.add_row(f"{peer} {line.version}\n({way})", f"\n{own}", *ratios)
     return table
 
 
-def _size(milliseconds: float, peak: int) -> tuple[str, str]:
-    return f"{three(milliseconds)} ms", f"{three(peak / 2**20)} MiB"
+def _size(milliseconds: float, peak: int) -> str:
+    return f"{three(milliseconds)} ms\n{three(peak / 2**20)} MiB"

@@ -119,6 +119,7 @@ def peers(
     *,
     lengths: str = "4096",
     passes: str = "forward,forward+backward",
+    allocators: str = "default,steady",
     heads: int = 8,
     head_dim: int = 64,
     repeats: int = 3,
@@ -128,19 +129,20 @@ def peers(
 
     darkformer-pytorch and performer-pytorch (`pip install 'mercer[peers]'`) beside our darkformer and performer, on the
     same inputs, features included (256 a head), on one thread: how many times as long they take. Of the ways in which
-    one can compute causal attention on a CPU, what it does by itself and the fastest are measured. A few minutes at
-    4096 tokens.
+    one can compute causal attention on a CPU, what it does by itself and the fastest are measured; first as in anyone's
+    process, then with freed memory kept, which leaves the arithmetic alone. Some ten minutes at 4096 tokens.
 
     **Examples**
 
     ```
     mercer bench peers
-    mercer bench peers --lengths 1024,4096 --passes forward
+    mercer bench peers --lengths 1024,4096 --passes forward --allocators default
     ```
 
     Args:
         lengths: tokens, separated by commas.
         passes: of forward and forward+backward, separated by commas.
+        allocators: of default and steady (freed memory stays in the process), separated by commas.
         heads: heads.
         head_dim: width of a head.
         repeats: turns of which the median is taken.
@@ -154,6 +156,7 @@ def peers(
         heads=heads,
         head_dim=head_dim,
         passes=[phase.strip() for phase in passes.split(",")],
+        allocators=[allocator.strip() for allocator in allocators.split(",")],
         repeats=repeats,
         out=out,
     )
