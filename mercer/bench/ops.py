@@ -10,7 +10,7 @@ from torch import Tensor
 from mercer.bench.memory import peak_bytes
 from mercer.bench.operators import BENCHES, Shape, sdpa
 from mercer.bench.record import Measurement, OpsBench, surroundings
-from mercer.bench.timing import one_thread, steady_allocator, time_pair
+from mercer.bench.timing import Timing, one_thread, steady_allocator, time_together
 from mercer.errors import unknown
 from mercer.mixers import build_mixer
 
@@ -34,10 +34,11 @@ def bench_ops(
 ) -> OpsBench:
     """Measure operators against SDPA in this process, with one thread.
 
-    Every operator is timed in turn with its reference and judged by the median of the ratios, so a machine that
-    slows down slows both. Forward passes run without gradients; forward + backward takes the gradients of all
-    inputs. Peak memory is what the call holds above its inputs. Decoding runs the whole mixer, with the projections
-    it brings itself, on one token after a context, against the softmax mixer.
+    Every operator is timed in turn with its reference, and with the operator it stands beside if there is one, and
+    judged by the median of the ratios, so a machine that slows down slows all. Forward passes run without gradients;
+    forward + backward takes the gradients of all inputs. Peak memory is what the call holds above its inputs. Decoding
+    runs the whole mixer, with the projections it brings itself, on one token after a context, against the softmax
+    mixer.
 
     Args:
         names: operators of BENCHES.
@@ -107,14 +108,17 @@ def _variants(names: Sequence[str], phase: str, chunk_sizes: Sequence[int]) -> l
 
 def _measure(name: str, chunk_size: int | None, phase: str, shape: Shape, repeats: int) -> Measurement:
     operator = BENCHES[name]
+    beside = [operator.beside] if operator.beside else []
     if phase == "decode":
         call, reference = decode_call(operator.mixer, shape, **operator.options), decode_call("softmax", shape)
+        others = {name: decode_call(BENCHES[name].mixer, shape, **BENCHES[name].options) for name in beside}
     else:
-        inputs, plain = operator.make(shape), BENCHES["softmax"].make(shape)
         wrap = forward_call if phase == "forward" else backward_call
         chunked = operator.call if chunk_size is None else partial(operator.call, chunk_size=chunk_size)
-        call, reference = wrap(chunked, inputs), wrap(sdpa, plain)
-    timing = time_pair(call, reference, repeats=repeats, device=shape.device)
+        call, reference = wrap(chunked, operator.make(shape)), wrap(sdpa, BENCHES["softmax"].make(shape))
+        others = {name: wrap(BENCHES[name].call, BENCHES[name].make(shape)) for name in beside}
+    theirs, ours, *rest = time_together([reference, call, *others.values()], repeats=repeats, device=shape.device)
+    timing = Timing.of(ours, theirs)
     return Measurement(
         operator=name,
         phase=phase,
@@ -127,6 +131,8 @@ def _measure(name: str, chunk_size: int | None, phase: str, shape: Shape, repeat
         peak_bytes=peak_bytes(call, shape.device),
         reference_peak_bytes=peak_bytes(reference, shape.device),
         chunk_size=chunk_size,
+        beside=operator.beside,
+        beside_ratio=Timing.of(ours, rest[0]).ratio if rest else None,
     )
 
 

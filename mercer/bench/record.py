@@ -31,6 +31,8 @@ class Measurement:
     peak_bytes: int
     reference_peak_bytes: int
     chunk_size: int | None = None  # None: the operator's default, or it has no chunks
+    beside: str = ""  # another operator, measured in turn with it too
+    beside_ratio: float | None = None  # median over the repeats of operator / that one
 
     @property
     def label(self) -> str:

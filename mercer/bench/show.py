@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mercer.bench.operators import BENCHES, DEFAULT_OPERATORS
+from mercer.bench.operators import DEFAULT_OPERATORS
 from mercer.bench.ops import PHASES, bench_ops
 from mercer.bench.record import Measurement, OpsBench, crossover
 from mercer.report.style import LIGHT, lines_for, literal, themed
@@ -113,18 +113,15 @@ def _phase_table(phase: str, found: dict[str, list[Measurement]]) -> Table:
         "",
     )
     for name, lines in found.items():
-        cells = {line.length: _cell(_ratios(line, found), line.milliseconds, line.peak_bytes) for line in lines}
+        cells = {line.length: _cell(_ratios(line), line.milliseconds, line.peak_bytes) for line in lines}
         faster = "" if name == "softmax" else _from(lines)  # SDPA itself: what differs from 1 is noise
         table.add_row(name, *(cells.get(length, "-") for length in lengths), faster)
     return table
 
 
-def _ratios(line: Measurement, found: dict[str, list[Measurement]]) -> str:
+def _ratios(line: Measurement) -> str:
     """Return the ratio to the reference and, below it, to the operator that this one is compared with besides."""
-    beside = BENCHES[line.operator].beside if line.operator in BENCHES else ""
-    others = [other for lines in found.values() for other in lines if other.operator == beside]
-    ratios = [line.ratio / other.ratio for other in others if other.length == line.length]
-    below = f"\n{three(max(ratios))}x {beside}" if ratios else ""  # of several chunk sizes the fastest
+    below = "" if line.beside_ratio is None else f"\n{three(line.beside_ratio)}x {line.beside}"
     return f"{three(line.ratio)}x{below}"
 
 

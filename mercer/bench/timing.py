@@ -25,6 +25,14 @@ class Timing:
     ratio_low: float
     ratio_high: float
 
+    @classmethod
+    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> "Timing":
+        """Compare the seconds of two calls that were timed in turn."""
+        ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+        return cls(
+            statistics.median(ours), statistics.median(theirs), statistics.median(ratios), min(ratios), max(ratios)
+        )
+
 
 @contextmanager
 def one_thread() -> Iterator[None]:
@@ -99,10 +107,7 @@ def time_pair(
         ValueError: `repeats` is below 1.
     """
     theirs, ours = time_together([reference, call], repeats=repeats, device=device)
-    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-    return Timing(
-        statistics.median(ours), statistics.median(theirs), statistics.median(ratios), min(ratios), max(ratios)
-    )
+    return Timing.of(ours, theirs)
 
 
 def time_together(calls: Sequence[Callable[[], Any]], *, repeats: int = 5, device: str = "cpu") -> list[list[float]]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from mercer.bench import BENCHES, PHASES, Measurement, OpsBench, Shape, bench_ops, crossover, format_bench, run_ops
+from mercer.bench.operators import Operator
 from mercer.bench.ops import backward_call, decode_call
 from mercer.mixers import MIXERS, build_mixer
 
@@ -89,15 +91,32 @@ def test_chunk_sizes_are_measured_apart_where_there_are_chunks():
     assert labels == [*(("forward", label) for label in chunks), ("decode", "softmax"), ("decode", "linear")]
 
 
-def test_a_second_comparison_is_with_the_fastest_chunk_size():
-    lines = [
-        Measurement(name, "forward", 64, 1.0, 1.0, ratio, ratio, ratio, 1, 1, chunk_size)
-        for name, ratio, chunk_size in (("linear", 2.0, 32), ("linear", 1.5, 64), ("linear_cubit", 3.0, None))
-    ]
+def busy(milliseconds):
+    def call(q, k, v):
+        begin = time.process_time()
+        while time.process_time() - begin < milliseconds * 1e-3:
+            pass
+        return q + k + v
+
+    return call
+
+
+def test_a_second_comparison_is_made_in_the_same_turns(monkeypatch):
+    make = BENCHES["softmax"].make
+    monkeypatch.setitem(BENCHES, "once", Operator(make, busy(30)))
+    monkeypatch.setitem(BENCHES, "twice", Operator(make, busy(60), beside="once"))
+    record = bench_ops(["once", "twice"], [8], passes=["forward", "forward+backward"], **SMALL)
+    assert [line.beside for line in record.measurements] == ["", "once"] * 2
+    assert [line.beside_ratio for line in record.measurements] == [None, pytest.approx(2, rel=0.1)] * 2
     out = io.StringIO()
-    Console(file=out, width=80).print(format_bench(replace(made_record(), measurements=lines)))
-    assert "2.00x linear " in out.getvalue()
-    assert "1.50x linear " not in out.getvalue()
+    Console(file=out, width=80).print(format_bench(replace(record, measurements=record.measurements[1:2])))
+    assert f"{record.measurements[1].beside_ratio:.2f}x once " in out.getvalue()
+
+
+def test_a_second_comparison_while_decoding():
+    (line,) = bench_ops(["linear_cubit"], [8], passes=["decode"], **SMALL).measurements
+    assert line.beside == "linear"
+    assert line.beside_ratio > 0
 
 
 def test_record_round_trip_and_refusals():
