@@ -39,7 +39,7 @@ def ops(
         lengths: tokens, separated by commas.
         passes: of forward, forward+backward and decode, separated by commas.
         chunk_sizes: tokens that linear works together, separated by commas, each measured; 128 by default. A CPU never
-            takes more than 128.
+            takes more than 256.
         heads: heads.
         head_dim: width of a head.
         batch: sequences.

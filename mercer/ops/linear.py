@@ -92,7 +92,7 @@ def linear_attention(
         mask: True = real token, over the new tokens; padded tokens are seen by none, and give 0.
         segments: equal = same packed document; a document is one run of tokens. Continues the state's if it starts so.
         state: what an earlier call returned.
-        chunk_size: tokens that share a scale, at most; on a CPU no more than 128 do.
+        chunk_size: tokens that share a scale, at most; on a CPU no more than 256 do.
 
     Returns:
         The averages, in the dtype of v, and the state after the last token.

@@ -18,7 +18,7 @@ from mercer.ops.linear_logs import Logs, exp_
 
 FLOOR = -1e30  # the log scale of "no key yet": finite, so that FLOOR - FLOOR is 0 and never NaN
 CACHE_BYTES = 1 << 21  # query and key features of one chunk of the heads worked together: a second-level cache
-CPU_CHUNK = 128  # tokens that share one shift on a CPU
+CPU_CHUNK = 256  # tokens that share one shift on a CPU, at most
 
 
 def chunk_length(device: torch.device, chunk_size: int) -> int:

@@ -71,7 +71,7 @@ def linear_kernel_regression(
     mask: Bool[Tensor, "B T"] | None = None,
     segments: Int[Tensor, "B T"] | None = None,
     state: LinearRegressionState | None = None,
-    chunk_size: int = 128,
+    chunk_size: int = 256,
 ) -> tuple[Float[Tensor, "B H T Dv"], LinearRegressionState]:
     """Solve the causal kernel system (P + diag(ridge)) u = rhs, then smooth, o = A u, in linear time.
 
@@ -89,7 +89,7 @@ def linear_kernel_regression(
         mask: True = real token, over the new tokens; padded tokens are seen by none, and give 0.
         segments: equal = same packed document; a document is one run of tokens. Continues the state's if it starts so.
         state: what an earlier call returned.
-        chunk_size: tokens that share a scale, at most; on a CPU no more than 128 do.
+        chunk_size: tokens that share a scale, at most; on a CPU no more than 256 do.
 
     Returns:
         The averages o, in the dtype of rhs, and the state after the last token.

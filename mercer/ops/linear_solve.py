@@ -127,7 +127,7 @@ def linear_kernel_solve(
         mask: True = real token, over the new tokens; padded tokens are seen by none, and their u is 0.
         segments: equal = same packed document; a document is one run of tokens. Continues the state's if it starts so.
         state: what an earlier call returned.
-        chunk_size: tokens that share a scale, at most; on a CPU no more than 128 do.
+        chunk_size: tokens that share a scale, at most; on a CPU no more than 256 do.
 
     Returns:
         u of as many heads as the widest input has, in the dtype of rhs, and the state after the last token.

@@ -130,10 +130,11 @@ def test_chunks_that_the_two_halve_in_different_places(marks, which, together, m
         assert (of_system, of_smoother) == (which != "keys", which != "columns")
 
 
-def test_chunks_of_several_blocks(marks_over_blocks, whole_block, together):
+@pytest.mark.parametrize("blocks", [2, 4])  # of attention; 4 are a chunk unless asked otherwise
+def test_chunks_of_several_blocks(blocks, marks_over_blocks, whole_block, together):
     length, marks = marks_over_blocks
     inputs, state = draw_inputs(length, batch=1, groups=2), draw_state(batch=1)
-    assert_fast_is_naive(inputs, chunk_size=2 * whole_block, tolerance=1e-8, state=state, **marks)
+    assert_fast_is_naive(inputs, chunk_size=blocks * whole_block, tolerance=1e-8, state=state, **marks)
     assert together
 
 
