@@ -85,6 +85,11 @@ class Kept:
     room: Float[Tensor, "N chunks W1 m"]
     near: Float[Tensor, "N tokens Gh"]
 
+    @classmethod
+    def of(cls, rooms: Sequence[Tensor]) -> "Kept":
+        """Fold the heads of `rooms_of`."""
+        return cls(*(room.flatten(0, 1) for room in rooms))
+
     @property
     def sums(self) -> Float[Tensor, "N chunks W m"]:
         """The sums that entered."""
@@ -147,7 +152,7 @@ def kept_of(part: Part, rooms: Sequence[Tensor], heads: slice) -> Kept:
     If it kept nothing, as chunks were short or no gradient was in sight, the sums are worked out again, which carries
     those of `part` on in place.
     """
-    kept = Kept(*(room.flatten(0, 1) for room in rooms)).of_heads(heads)
+    kept = Kept.of(rooms).of_heads(heads)
     if kept.room.shape[1]:
         return kept
     kept, scale = replace(kept, room=_room(part.sums, part.keys.length, part.size)), part.scale

@@ -208,8 +208,7 @@ def linear_attention_op(
     with full_precision(log_q.device):
         others = (new_sums, scale, mask, documents, last, k_square, k_constant, causal, chunk_size, threads)
         problem = attention_problem(log_q, q_weight, log_k, k_weight, k_offset, v, *others)
-        folded = [fold(x, len(problem.values)) for x in (o, inverse, log_total)]
-        kept = Kept(*(room.flatten(0, 1) for room in rooms))
+        folded, kept = [fold(x, len(problem.values)) for x in (o, inverse, log_total)], Kept.of(rooms)
         for stretch in problem.stretches():
             heads, part = stretch.heads, problem.part(stretch)
             rows, after = [x[heads, :, stretch.span] for x in folded], new_scale.flatten(0, 1)[heads]

@@ -76,7 +76,7 @@ def linear_kernel_regression_op(
         system, smoother = _problems(*logs, rhs, u, *sums, *others)
         tokens, scales = ([x.flatten(0, 1) for x in given] for given in ((rhs, ridge, u, u_inverse), after[2:]))
         rows = [fold(x, len(tokens[0])) for x in (o, o_inverse, torch.empty_like(o_inverse))]
-        of_u, of_o = (Kept(*(room.flatten(0, 1) for room in pair)) for pair in (rooms[:2], rooms[2:]))
+        of_u, of_o = Kept.of(rooms[:2]), Kept.of(rooms[2:])
         for at, solved, smoothed in _parts(system, smoother):
             solving = solve_forward(solved, of_u.of_heads(at), scales[0][at], *(x[at] for x in tokens))
             smoothing = causal_forward(smoothed, of_o.of_heads(at), scales[1][at], *(x[at] for x in rows))

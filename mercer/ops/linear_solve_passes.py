@@ -251,7 +251,7 @@ def linear_kernel_solve_op(
         problem = solve_problem(
             *logs, rhs, new_sums, scale, mask, documents, last, square, constant, chunk_size, threads
         )
-        kept = Kept(*(room.flatten(0, 1) for room in rooms))
+        kept = Kept.of(rooms)
         scales, *of_tokens = (x.flatten(0, 1) for x in (new_scale, rhs, ridge, u, inverse))
         for stretch in problem.stretches():
             at, part = stretch.heads, problem.part(stretch)
