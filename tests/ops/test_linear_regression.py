@@ -156,6 +156,17 @@ def test_the_backward_pass_repeats_and_needs_nothing_kept(short, monkeypatch):
         assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("room", [-1, -3], ids=["smoother", "system"])
+def test_the_backward_pass_reads_the_weights_that_were_kept(room, monkeypatch):
+    inputs, kept, op = draw_inputs(), [], module.linear_kernel_regression_op
+    watched = lambda *given: kept.append(op(*given)) or kept[0]
+    monkeypatch.setattr(module, "linear_kernel_regression_op", watched)
+    o, _ = call(linear_kernel_regression, inputs, chunk_size=CHUNK)
+    right = torch.autograd.grad(o.sum(), inputs[5], retain_graph=True)[0]
+    kept[0][room].data.mul_(2)
+    assert (torch.autograd.grad(o.sum(), inputs[5])[0] - right).abs().amax() > 0.01
+
+
 @pytest.mark.parametrize("part", ["system", "smoother"])
 def test_a_loss_may_see_one_state_alone(part):
     inputs, state, results = draw_inputs(), draw_state(), []

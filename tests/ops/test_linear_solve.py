@@ -168,6 +168,16 @@ def test_the_backward_pass_of_rescaled_rows_repeats():
         torch.testing.assert_close(again, got, rtol=0, atol=0)
 
 
+def test_the_backward_pass_reads_the_weights_that_were_kept(monkeypatch):
+    log_rows, log_cols, rhs, ridge = draw()
+    kept, op = [], linear_solve.linear_kernel_solve_op
+    monkeypatch.setattr(linear_solve, "linear_kernel_solve_op", lambda *given: kept.append(op(*given)) or kept[0])
+    u, _ = linear_kernel_solve(log_rows, log_cols, rhs, ridge=ridge, chunk_size=CHUNK)
+    right = torch.autograd.grad(u.sum(), rhs, retain_graph=True)[0]
+    kept[0][-1].data.mul_(2)
+    assert (torch.autograd.grad(u.sum(), rhs)[0] - right).abs().amax() > 0.1
+
+
 def test_forward_substitution_by_loops():
     """Transcribe u[t] = (rhs[t] - phi(r_t)' S_{t-1} / n_t) / (P[t,t] + ridge), S_t = S_{t-1} + phi(c_t) u[t]'."""
     log_rows, log_cols, rhs, ridge = (x.detach() for x in draw(10, batch=1, heads=1, col_heads=1))
