@@ -14,7 +14,7 @@ from mercer.bench.record import Measurement, OpsBench, crossover
 from mercer.bench.show import DEFAULT_LENGTHS, format_bench, ratio_figure, run_ops
 from mercer.bench.show_peers import format_peers, run_peers
 from mercer.bench.states import DEFAULT_STATES, StateBench, bench_states, run_states, state_bytes
-from mercer.bench.timing import Timing, one_thread, steady_allocator, time_pair, time_together
+from mercer.bench.timing import Timing, one_thread, steady_allocator, time_together
 
 __all__ = [
     "BENCHES",
@@ -45,6 +45,5 @@ __all__ = [
     "run_states",
     "state_bytes",
     "steady_allocator",
-    "time_pair",
     "time_together",
 ]

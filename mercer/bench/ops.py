@@ -1,6 +1,7 @@
 """Measure operators against PyTorch's own attention: seconds and memory over lengths, and decoding."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mercer.bench.memory import peak_bytes
-from mercer.bench.operators import BENCHES, Shape, sdpa
+from mercer.bench.operators import BENCHES, Operator, Shape, sdpa
 from mercer.bench.record import Measurement, OpsBench, surroundings
 from mercer.bench.timing import Timing, one_thread, steady_allocator, time_together
 from mercer.errors import unknown
@@ -107,17 +108,10 @@ def _variants(names: Sequence[str], phase: str, chunk_sizes: Sequence[int]) -> l
 
 
 def _measure(name: str, chunk_size: int | None, phase: str, shape: Shape, repeats: int) -> Measurement:
-    operator = BENCHES[name]
-    beside = [operator.beside] if operator.beside else []
-    if phase == "decode":
-        call, reference = decode_call(operator.mixer, shape, **operator.options), decode_call("softmax", shape)
-        others = {name: decode_call(BENCHES[name].mixer, shape, **BENCHES[name].options) for name in beside}
-    else:
-        wrap = forward_call if phase == "forward" else backward_call
-        chunked = operator.call if chunk_size is None else partial(operator.call, chunk_size=chunk_size)
-        call, reference = wrap(chunked, operator.make(shape)), wrap(sdpa, BENCHES["softmax"].make(shape))
-        others = {name: wrap(BENCHES[name].call, BENCHES[name].make(shape)) for name in beside}
-    theirs, ours, *rest = time_together([reference, call, *others.values()], repeats=repeats, device=shape.device)
+    operator, plain = BENCHES[name], replace(BENCHES["softmax"], call=sdpa)
+    call, reference = _call(operator, chunk_size, phase, shape), _call(plain, None, phase, shape)
+    beside = [_call(BENCHES[operator.beside], None, phase, shape)] if operator.beside else []
+    theirs, ours, *rest = time_together([reference, call, *beside], repeats=repeats, device=shape.device)
     timing = Timing.of(ours, theirs)
     return Measurement(
         operator=name,
@@ -134,6 +128,14 @@ def _measure(name: str, chunk_size: int | None, phase: str, shape: Shape, repeat
         beside=operator.beside,
         beside_ratio=Timing.of(ours, rest[0]).ratio if rest else None,
     )
+
+
+def _call(operator: Operator, chunk_size: int | None, phase: str, shape: Shape) -> Call:
+    """Return what is timed of an operator."""
+    if phase == "decode":
+        return decode_call(operator.mixer, shape, **operator.options)
+    call = operator.call if chunk_size is None else partial(operator.call, chunk_size=chunk_size)
+    return (forward_call if phase == "forward" else backward_call)(call, operator.make(shape))
 
 
 def forward_call(operator: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Call:

@@ -4,7 +4,6 @@ import contextlib
 import io
 import itertools
 import multiprocessing
-import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +20,7 @@ from mercer.bench.memory import peak_bytes
 from mercer.bench.operators import NUM_FEATURES, Shape
 from mercer.bench.ops import Call, check_sizes
 from mercer.bench.record import surroundings
-from mercer.bench.timing import one_thread, steady_allocator, time_together
+from mercer.bench.timing import Timing, one_thread, steady_allocator, time_together
 from mercer.errors import unknown
 from mercer.mixers import build_mixer
 
@@ -138,10 +137,9 @@ def bench_peers(
     Forward passes run without gradients; forward + backward takes the gradients of q, k, v and of what is learned.
     Of the ways in which a peer can do it, two are measured: what it does by itself, and what was fastest in one turn.
 
-    With the allocator "default" they run as they would in anyone's process, where glibc gives large blocks back to the
-    system, and fetching them again page by page can cost as much as the work. What it keeps depends on all that a
-    process did before, so every measurement has a process of its own. "steady" keeps freed memory: what is left is the
-    arithmetic.
+    With the allocator "default" they run as in a young process, where glibc gives large blocks back to the system, and
+    fetching them again page by page can cost as much as the work. What it keeps depends on all that a process did
+    before, so every measurement has a process of its own. "steady" keeps freed memory: what is left is the arithmetic.
 
     Args:
         lengths: tokens.
@@ -212,7 +210,7 @@ def _measure(name: str, peer: Peer, phase: str, shape: Shape, allocator: str, re
         peaks = {key: peak_bytes(call) for key, call in calls.items()}
     lines = []
     for path, mixer in itertools.product(dict.fromkeys((default, fastest)), OURS):
-        ratios = [other / mine for other, mine in zip(seconds[path], seconds[mixer], strict=True)]
+        timing = Timing.of(seconds[path], seconds[mixer])
         lines.append(
             PeerMeasurement(
                 peer=name,
@@ -223,11 +221,11 @@ def _measure(name: str, peer: Peer, phase: str, shape: Shape, allocator: str, re
                 phase=phase,
                 length=shape.length,
                 allocator=allocator,
-                milliseconds=statistics.median(seconds[path]) * 1e3,
-                our_milliseconds=statistics.median(seconds[mixer]) * 1e3,
-                ratio=statistics.median(ratios),
-                ratio_low=min(ratios),
-                ratio_high=max(ratios),
+                milliseconds=timing.seconds * 1e3,
+                our_milliseconds=timing.reference_seconds * 1e3,
+                ratio=timing.ratio,
+                ratio_low=timing.ratio_low,
+                ratio_high=timing.ratio_high,
                 peak_bytes=peaks[path],
                 our_peak_bytes=peaks[mixer],
             )

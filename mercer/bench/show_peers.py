@@ -80,7 +80,7 @@ def format_peers(record: PeersBench) -> Group:
     parts.append(
         Text("/ performer, / darkformer: how many times that of our mixer a peer's time is, ours, and our peak memory")
     )
-    parts.append(Text("default allocator: as in anyone's process; steady: freed memory is kept"))
+    parts.append(Text("default allocator: as it comes in a young process; steady: freed memory is kept"))
     return Group(*parts)
 
 

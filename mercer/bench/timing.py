@@ -89,27 +89,6 @@ def call_seconds(call: Callable[[], Any], device: str = "cpu", count: int = 1) -
     return (time.process_time() - begin) / count
 
 
-def time_pair(
-    call: Callable[[], Any], reference: Callable[[], Any], *, repeats: int = 5, device: str = "cpu"
-) -> Timing:
-    """Time two calls in turn (reference, call, reference, call, ...) after one warm-up of each.
-
-    Args:
-        call: what is measured.
-        reference: what it is measured against.
-        repeats: turns; the medians are reported.
-        device: "cpu" or "cuda", where the calls work.
-
-    Returns:
-        The medians, and the ratio call / reference.
-
-    Raises:
-        ValueError: `repeats` is below 1.
-    """
-    theirs, ours = time_together([reference, call], repeats=repeats, device=device)
-    return Timing.of(ours, theirs)
-
-
 def time_together(calls: Sequence[Callable[[], Any]], *, repeats: int = 5, device: str = "cpu") -> list[list[float]]:
     """Time calls in turn (first, second, ..., first, second, ...) after one warm-up of each.
 

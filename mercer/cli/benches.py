@@ -129,8 +129,9 @@ def peers(
 
     darkformer-pytorch and performer-pytorch (`pip install 'mercer[peers]'`) beside our darkformer and performer, on the
     same inputs, features included (256 a head), on one thread: how many times as long they take. Of the ways in which
-    one can compute causal attention on a CPU, what it does by itself and the fastest are measured; first as in anyone's
-    process, then with freed memory kept, which leaves the arithmetic alone. Some ten minutes at 4096 tokens.
+    one can compute causal attention on a CPU, what it does by itself and the fastest are measured; each in a process
+    of its own, with the allocator as it comes and with freed memory kept, which leaves the arithmetic alone. Some ten
+    minutes at 4096 tokens.
 
     **Examples**
 

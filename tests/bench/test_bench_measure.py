@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from mercer.bench import one_thread, peak_bytes, steady_allocator, time_pair
+from mercer.bench import Timing, one_thread, peak_bytes, steady_allocator, time_together
 from mercer.bench.timing import call_seconds
 
 MIB = 2**20
@@ -111,7 +111,8 @@ def test_ratio_of_equals_is_one_and_of_double_work_is_two():
         x @ x
         x @ x
 
-    same, double = time_pair(once, once, repeats=5), time_pair(twice, once, repeats=5)
+    reference, *calls = time_together([once, once, twice], repeats=5)
+    same, double = (Timing.of(seconds, reference) for seconds in calls)
     assert same.ratio == pytest.approx(1, abs=0.4)
     assert double.ratio == pytest.approx(2, abs=0.8)
     assert double.ratio_low <= double.ratio <= double.ratio_high
@@ -120,4 +121,4 @@ def test_ratio_of_equals_is_one_and_of_double_work_is_two():
 
 def test_no_repeats_is_an_error():
     with pytest.raises(ValueError, match=r"repeats \(0\) must be at least 1"):
-        time_pair(int, int, repeats=0)
+        time_together([int, int], repeats=0)

@@ -91,8 +91,9 @@ def test_chunk_sizes_are_measured_apart_where_there_are_chunks():
     assert labels == [*(("forward", label) for label in chunks), ("decode", "softmax"), ("decode", "linear")]
 
 
-def busy(milliseconds):
+def busy(milliseconds, seen):
     def call(q, k, v):
+        seen.append(milliseconds)
         begin = time.process_time()
         while time.process_time() - begin < milliseconds * 1e-3:
             pass
@@ -102,12 +103,15 @@ def busy(milliseconds):
 
 
 def test_a_second_comparison_is_made_in_the_same_turns(monkeypatch):
-    make = BENCHES["softmax"].make
-    monkeypatch.setitem(BENCHES, "once", Operator(make, busy(30)))
-    monkeypatch.setitem(BENCHES, "twice", Operator(make, busy(60), beside="once"))
+    make, seen = BENCHES["softmax"].make, []
+    monkeypatch.setitem(BENCHES, "once", Operator(make, busy(30, seen)))
+    monkeypatch.setitem(BENCHES, "twice", Operator(make, busy(60, seen), beside="once"))
     record = bench_ops(["once", "twice"], [8], passes=["forward", "forward+backward"], **SMALL)
     assert [line.beside for line in record.measurements] == ["", "once"] * 2
     assert [line.beside_ratio for line in record.measurements] == [None, pytest.approx(2, rel=0.1)] * 2
+    seen.clear()
+    bench_ops(["twice"], [8], passes=["forward"], **SMALL | {"repeats": 3})
+    assert seen == [60, 30] * 4 + [60]  # a warm-up, three turns, and the peak
     out = io.StringIO()
     Console(file=out, width=80).print(format_bench(replace(record, measurements=record.measurements[1:2])))
     assert f"{record.measurements[1].beside_ratio:.2f}x once " in out.getvalue()
